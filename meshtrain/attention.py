@@ -115,14 +115,20 @@ class AttentionContext:
             raise ValueError(
                 "a cache takes no documents, and parts of a sequence are those of a ShardedContext"
             )
-        # If the shapes differ, masked attention reports the mismatch.
-        counted = self.shape == (q.shape[0], q.shape[2]) == (k.shape[0], k.shape[2])
-        packed = counted and not _needs_scores(options) and takes_varlen(q, k, v)
-        if self.kernel is not None and self.lengths is not None and packed:
-            if options.sinks is None:
-                return _varlen(self.kernel, (q, k, v), self.lengths, options.scale, window)
+        if self.kernel is None or self.lengths is None or not self._fits_varlen(q, k, v, options):
+            return _attend(q, k, v, self._mask(window, k), options)
+        if options.sinks is not None:
             return _with_sinks(q, k, v, options, ends=self.lengths)
-        return _attend(q, k, v, self._mask(window, k), options)
+        return _varlen(self.kernel, (q, k, v), self.lengths, options.scale, window)
+
+    def _fits_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
+        """Whether a kernel for packed documents computes this."""
+        # If the shapes differ, masked attention reports the mismatch.
+        of_queries = (q.shape[0], q.shape[2])
+        of_keys = (k.shape[0], k.shape[2])
+        if self.shape != of_queries or self.shape != of_keys:
+            return False
+        return not _needs_scores(options) and takes_varlen(q, k, v)
 
     def _mask(self, window: int | None, k: Tensor) -> Tensor | None:
         """Of the documents, with a sliding window. The layers share what is made once."""

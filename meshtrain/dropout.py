@@ -191,6 +191,7 @@ class _DropoutKeys:
         self._names = torch.empty(0)  # (n, 1) on the device
 
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
+        """key = hash(name) xor hash(seed, step, sample), of each dropout and sample."""
         if all(dropout.p == 0 for dropout in self._dropouts):
             return
         if self._names.numel() == 0 or self._names.device != device:
@@ -198,7 +199,7 @@ class _DropoutKeys:
         hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
         # From pinned memory the copy does not block.
         of_samples = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
-        table = self._names ^ of_samples.to(device, non_blocking=True)
+        table = self._names ^ of_samples.to(device, non_blocking=True)  # (n, b)
         for dropout, keys in zip(self._dropouts, table, strict=True):
             dropout.keys = keys
 

@@ -31,8 +31,11 @@ class DamagedError(InputError):
     `tensor` if known."""
 
     def __init__(self, file: Path, problem: str, tensor: str | None = None) -> None:
-        self.file, self.problem, self.tensor = file, problem, tensor
-        super().__init__(f"{file}: {problem}" if tensor is None else f"{file}: {tensor}: {problem}")
+        self.file = file
+        self.problem = problem
+        self.tensor = tensor
+        place = f"{file}" if tensor is None else f"{file}: {tensor}"
+        super().__init__(f"{place}: {problem}")
 
 
 class MissingError(DamagedError):
@@ -46,7 +49,9 @@ class UnreadableError(OSError):
     """A file cannot be read at present, which says nothing about its contents."""
 
     def __init__(self, file: object, reason: str | None, tensor: str | None = None) -> None:
-        self.file, self.reason, self.tensor = Path(str(file)), reason or "unknown error", tensor
+        self.file = Path(str(file))
+        self.reason = reason or "unknown error"
+        self.tensor = tensor
         super().__init__(f"cannot read {file}: {self.reason}")
 
 
@@ -83,12 +88,18 @@ def writing(path: str) -> Iterator[None]:
 
 def join_some(items: Sequence[str], most: int = 4) -> str:
     """`a, b, c, d and 12 more`."""
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+    text = ", ".join(items[:most])
+    if len(items) > most:
+        text += f" and {len(items) - most} more"
+    return text
 
 
 def any_of(names: Sequence[str], word: str = "or") -> str:
     """`a, b or c`."""
-    return f" {word} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    if len(names) < 2:
+        return "".join(names)
+    *others, last = names
+    return f"{', '.join(others)} {word} {last}"
 
 
 def yaml_text(value: Any) -> str:
@@ -127,7 +138,12 @@ def ranges(numbers: Iterable[int]) -> list[str]:
             runs[-1].append(number)
         else:
             runs.append([number])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    texts = []
+    for run in runs:
+        first = run[0]
+        last = run[-1]
+        texts.append(f"{first}-{last}" if last > first else f"{first}")
+    return texts
 
 
 def group_values(pairs: Iterable[tuple[T, V]]) -> dict[T, list[V]]:
@@ -150,11 +166,15 @@ def flat_items(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 def fold_names(items: Iterable[tuple[str, T]]) -> list[tuple[str, int, T]]:
     """(name, number of names it stands for, value). Names that differ only in numbers and have
     equal values become one, with the numbers in braces: `layers.{0-3}.weight`."""
-    lines = [_Names(tuple(name.split(".")), 1, value) for name, value in items]
-    longest = max((len(line.words) for line in lines), default=0)
+    lines = []
+    for name, value in items:
+        words = tuple(name.split("."))
+        lines.append(_Names(words, count=1, value=value))
+    most_words = max((len(line.words) for line in lines), default=0)
+
     # Lines that differ in a number at one place become one, which may become one with others at the
     # next place.
-    for place in range(longest):
+    for place in range(most_words):
         alike = group_values((line.but_for_number(place), line) for line in lines)
         lines = [_folded(group, place) for group in alike.values()]
     return [(".".join(line.words), line.count, line.value) for line in lines]
@@ -181,8 +201,9 @@ def _folded(group: Sequence[_Names[T]], place: int) -> _Names[T]:
     if len(group) == 1:
         return first
     numbers = ",".join(ranges(int(line.words[place]) for line in group))
-    words = _with_word(first.words, place, f"{{{numbers}}}")
-    return _Names(words, sum(line.count for line in group), first.value)
+    in_braces = "{" + numbers + "}"
+    words = _with_word(first.words, place, in_braces)
+    return _Names(words, count=sum(line.count for line in group), value=first.value)
 
 
 def _with_word(words: tuple[str, ...], place: int, word: str) -> tuple[str, ...]:
@@ -205,9 +226,13 @@ def bytes_text(*sizes: float) -> str:
     """`512 bytes`, `1.2 GiB`, `340 MiB`; for several sizes `12.0 + 24.0 MiB`, in the unit of the
     largest."""
     units = ("bytes", "KiB", "MiB", "GiB", "TiB")
-    power = next((i for i in range(len(units)) if max(sizes) < 1024 ** (i + 1)), len(units) - 1)
-    numbers = [size / 1024**power for size in sizes]
-    return (
-        " + ".join(f"{n:.0f}" if power == 0 or n >= 100 else f"{n:.1f}" for n in numbers)
-        + f" {units[power]}"
-    )
+    largest = max(sizes)
+    power = 0
+    while power < len(units) - 1 and largest >= 1024 ** (power + 1):
+        power += 1
+    texts = []
+    for size in sizes:
+        number = size / 1024**power
+        decimals = 0 if power == 0 or number >= 100 else 1
+        texts.append(f"{number:.{decimals}f}")
+    return f"{' + '.join(texts)} {units[power]}"

@@ -21,6 +21,7 @@ from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.gather_samples import SampleShares
 from meshtrain.parallel.linear_cross_entropy import LossRequest
 from meshtrain.parallel.mixed_precision import weights_stay
+from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, use_context
 from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
 from meshtrain.pipeline.forms import Activation
@@ -167,54 +168,24 @@ def evaluate(
     evaluation set; every rank has the same number of batches. `objective`: None: the cross entropy,
     of a classifier if a sample has one target. `reference`: the frozen model whose outputs it
     takes. Raises AgreedError: no batch of any rank has a valid target."""
-    sums = _Sums(*torch.zeros(4, dtype=torch.float64, device=device))
-    metrics: dict[Field, Tensor] = {}
-    has_last = has_last_stage(model)
-
-    def score(stage: nn.Module, scored: _Scored, received: Activation | None, last: bool) -> Any:
-        """A model with a `LossHead` returns no logits, so that evaluation takes no more memory than
-        training."""
-        batch = scored.batch
-        here = batch.to(device, dtype, with_targets=has_last)
-        minimized = objective
-        if minimized is None:
-            minimized = CrossEntropy(counts_correct=batch.targets.ndim == 1)
-        request = LossRequest(lambda: here.targets) if minimized.asks_head else None
-        with use_context(StepContext(loss_request=request)):
-            output = call_stage(stage, here.inputs, received)
-        if not last:
-            return output
-
-        losses = None if request is None else request.losses_of(output)
-        if losses is None:
-            shares = SampleShares.of(batch.together, mesh)
-            with use_context(StepContext(shares=shares)):
-                found = minimized.losses(output, here, reference=scored.reference)
-            losses = found.samples
-            if found.correct is not None:
-                sums.correct.add_(found.correct)
-            for name, values in found.metrics.items():
-                metrics[name] = metrics[name] + values if name in metrics else values
-        sums.loss.add_(losses.double().sum())
-        counts = minimized.counts(batch)
-        sums.weight.add_(math.fsum(counts.weights))
-        sums.targets.add_(counts.targets)
-        return None
-
+    totals = _Totals(mesh, device, dtype, objective, has_last_stage=has_last_stage(model))
     with evaluation_mode(model):
         # A pipeline takes some batches at a time, so that stages work on several and few are in
         # memory.
         together = UNDER_WAY * mesh.size("pp") if isinstance(model, Pipeline) else 1
         remaining = iter(batches)
         while group := list(islice(remaining, together)):
-            outputs: list[Any] = [] if reference is None else reference.outputs(group)
-            scored = list(map(_Scored, group, outputs or [None] * len(group)))
+            outputs: list[Any] = [None] * len(group)
+            if reference is not None:
+                outputs = reference.outputs(group) or outputs
+            scored = [_Scored(*pair) for pair in zip(group, outputs, strict=True)]
             if isinstance(model, Pipeline):
-                model.run_forwards(scored, [shapes_of(batch.inputs) for batch in group], score)
+                shapes = [shapes_of(batch.inputs) for batch in group]
+                model.run_forwards(scored, shapes, totals.run_stage)
             else:
-                score(model, scored[0], None, True)
+                totals.run_stage(model, scored[0], None, True)
 
-    own = torch.stack(sums)
+    own = torch.stack(totals.sums)
     if not mesh.speaks_for_samples:
         own.zero_()  # another rank of tp has the same losses
     loss, weight, targets, correct = mesh.sum(own).tolist()
@@ -224,25 +195,104 @@ def evaluate(
         loss=mean_of(loss, weight),
         targets=int(targets),
         correct=None if math.isnan(correct) else int(correct),
-        metrics=_means(metrics, mesh),
+        metrics=_means(totals.metrics, mesh),
         sums_tokens=objective is None or objective.sums_tokens,
     )
+
+
+class _Totals:
+    """Adds up the losses of batches on this rank, whose stages compute in `dtype` on `device`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        objective: Objective | None,
+        *,
+        has_last_stage: bool,
+    ) -> None:
+        self.sums = _Sums(*torch.zeros(4, dtype=torch.float64, device=device))
+        self.metrics: dict[Field, Tensor] = {}
+        self._mesh = mesh
+        self._device = device
+        self._dtype = dtype
+        self._objective = objective
+        self._has_last_stage = has_last_stage
+
+    def run_stage(
+        self, stage: nn.Module, scored: "_Scored", received: Activation | None, last: bool
+    ) -> Any:
+        """Runs a stage on a batch; returns what the next one receives, None from the last one. A
+        model with a `LossHead` returns no logits, so that evaluation takes no more memory than
+        training."""
+        batch = scored.batch
+        here = batch.to(self._device, self._dtype, with_targets=self._has_last_stage)
+        objective = self._objective
+        if objective is None:
+            objective = CrossEntropy(counts_correct=batch.targets.ndim == 1)
+        request = None
+        if objective.asks_head:
+            request = LossRequest(lambda: here.targets)
+        predictions = None
+        ahead = here.ahead
+        if ahead is not None:
+            predictions = Predictions(lambda: ahead, take=self._take_prediction)
+        with use_context(StepContext(loss_request=request, predictions=predictions)):
+            output = call_stage(stage, here.inputs, received)
+        if not last:
+            return output
+
+        losses = None if request is None else request.losses_of(output)
+        if losses is None:
+            losses = self._losses(objective, output, here, scored)
+        counts = objective.counts(batch)
+        self.sums.loss.add_(losses.double().sum())
+        self.sums.weight.add_(math.fsum(counts.weights))
+        self.sums.targets.add_(counts.targets)
+        return None
+
+    def _losses(self, objective: Objective, output: Any, here: Batch, scored: "_Scored") -> Tensor:
+        """The loss of each sample from the model's output; adds up what else is found there."""
+        shares = SampleShares.of(scored.batch.together, self._mesh)
+        with use_context(StepContext(shares=shares)):
+            found = objective.losses(output, here, reference=scored.reference)
+        if found.correct is not None:
+            self.sums.correct.add_(found.correct)
+        for name, values in found.metrics.items():
+            self._add_metric(name, values)
+        return found.samples
+
+    def _take_prediction(self, depth: int, total: Tensor, count: Tensor) -> None:
+        """Adds up the loss of a prediction layer."""
+        self._add_metric(Field("metric", f"mtp_{depth}", size=2), torch.stack([total, count]))
+
+    def _add_metric(self, name: Field, values: Tensor) -> None:
+        earlier = self.metrics.get(name)
+        self.metrics[name] = values if earlier is None else earlier + values
 
 
 def _means(metrics: dict[Field, Tensor], mesh: Mesh) -> dict[str, float]:
     """The means of the metrics of a loss of the user's own, of which only ranks with the last stage
     have sums."""
-    of_ranks: list[dict[Field, list[float]]] = [{}]
+    own: dict[Field, list[float]] = {}
     if mesh.speaks_for_samples:
-        of_ranks = [{name: values.tolist() for name, values in metrics.items()}]
+        own = {name: values.tolist() for name, values in metrics.items()}
+    of_ranks = [own]
     if mesh.world is not None:
-        own = of_ranks[0]
         of_ranks = [{}] * mesh.layout.world_size
         dist.all_gather_object(of_ranks, own, group=mesh.world)
+
+    # Name -> sum and count, over the ranks that have them.
+    totals: dict[Field, list[float]] = {}
+    for sums in of_ranks:
+        for name, (value, count) in sums.items():
+            total, total_count = totals.get(name, (0, 0))
+            totals[name] = [total + value, total_count + count]
+
     means = {}
-    for name in sorted({name for sums in of_ranks for name in sums}):
-        pairs = [sums[name] for sums in of_ranks if name in sums]
-        mean = name.metric([sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)], 0)
+    for name in sorted(totals):
+        mean = name.metric(totals[name], 0)
         if mean is not None:
             means[str(name)] = mean
     return means

@@ -299,14 +299,16 @@ def choose(scores: Tensor, count: int) -> Tensor:
 
 def _choose(scores: Tensor, count: int) -> Tensor:
     if scores.dtype == torch.float64:
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[..., :count].contiguous()
     # One key for both, in 64 bits: integers that sort like the floats above, and below them those
     # that put the lower index first. No two are equal, so topk, which is faster than a stable sort,
     # has no ties to break.
     bits = (scores.float() + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     last_first = torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
-    return ((ordered << 32) + last_first).topk(count, dim=-1).indices
+    keys = (ordered << 32) + last_first
+    return keys.topk(count, dim=-1).indices
 
 
 operator(

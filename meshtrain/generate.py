@@ -57,12 +57,13 @@ def generate(
             logits = model(*part.inputs)
             token = 0
             if logits is not None:  # else another stage of a pipeline has them
-                index, last = 0, len(latest) - 1
+                owner = 0
+                last = len(latest) - 1
                 if context is not None:  # the rank of cp that has the token, and where
-                    index, last = context.owner(last, seq_len)
+                    owner, last = context.owner(last, seq_len)
                 following = gather_logits(logits, 0, last)
                 if context is not None and context.group is not None:
-                    dist.broadcast(following, group_src=index, group=context.group)
+                    dist.broadcast(following, group_src=owner, group=context.group)
                 token = _draw(following.double().cpu(), temperature, draws)
             ids += _on_all_ranks(model, [token])
     return ids
@@ -116,12 +117,7 @@ def generate_batch(
             columns = torch.arange(first, first + tokens.shape[1])
             positions = (columns - starts[:, None]).clamp(min=0)
             logits = model(tokens.to(device), positions.to(device), context)
-            following = [0] * len(rows)
-            if logits is not None:  # else another stage of a pipeline has them
-                last = gather_logits(logits, slice(None), -1).double().cpu()
-                for i, row in enumerate(last):
-                    following[i] = _draw(row, temperature, draws[i], top_p)
-            following = _on_all_ranks(model, following)
+            following = _draw_all(model, logits, draws, temperature, top_p)
             for i, token in enumerate(following):
                 if is_over[i]:
                     continue  # the others go on; what this row draws is of no text
@@ -142,6 +138,23 @@ def _require_room(prompts: Sequence[Sequence[int]], length: int, seq_len: int) -
             f"prompts of {min(lengths)} to {max(lengths)} tokens, and {length} more: expected at "
             f"least one token in each, and at most {seq_len} together"
         )
+
+
+def _draw_all(
+    model: nn.Module,
+    logits: Tensor | None,
+    draws: Sequence[torch.Generator],
+    temperature: float,
+    top_p: float,
+) -> list[int]:
+    """The next token of each prompt, the same on all ranks. `logits`: (b, s, v), of which the last
+    ones count; None: another stage of a pipeline has them."""
+    tokens = [0] * len(draws)
+    if logits is not None:
+        last = gather_logits(logits, slice(None), -1).double().cpu()
+        for i, row in enumerate(last):
+            tokens[i] = _draw(row, temperature, draws[i], top_p)
+    return _on_all_ranks(model, tokens)
 
 
 def _on_all_ranks(model: nn.Module, tokens: list[int]) -> list[int]:

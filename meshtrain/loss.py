@@ -253,7 +253,7 @@ class Field:
 
 
 class _Attach(torch.autograd.Function):
-    """Returns x; its backward gives `term` its gradient, the factor of the loss."""
+    """Returns x; its backward gives `term` its gradient, `factor()`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, term: Tensor, factor: Callable[[], Tensor]) -> Tensor:
@@ -297,7 +297,13 @@ def attach(x: Tensor, name: str, term: Tensor) -> Tensor:
         return x.view_as(x) if x.is_meta else x  # a trace on meta must see that x is used
     total = terms.sum_of_real(name, term)
     terms.add(Field("loss", name), total)
-    return _Attach.apply(x, total, terms.step.factor)
+    return attach_sum(x, total, terms.step.factor)
+
+
+def attach_sum(x: Tensor, total: Tensor, factor: Callable[[], Tensor]) -> Tensor:
+    """x, whose backward also runs that of a sum of losses. `factor`: returns its gradient, when the
+    backward asks for it."""
+    return _Attach.apply(x, total, factor)
 
 
 @never_compiled
@@ -438,7 +444,9 @@ class MicrobatchTerms:
     step: StepTerms
     size: int  # samples
     real: int  # of them, without padding: the first ones
-    tokens: Tensor | None  # with `cp`: which of this rank's positions (s,) are not padding
+    # Which of this rank's tokens are not padding, by position (s,), as with `cp`, or (b, s); None:
+    # all of the real samples.
+    tokens: Tensor | None
 
     def real_tokens(self, device: torch.device) -> Tensor | None:
         """See `loss.real_tokens`."""
@@ -456,7 +464,8 @@ class MicrobatchTerms:
         if values.is_floating_point() and values.dtype.itemsize < 4:
             values = values.float()
         if self.tokens is not None:
-            real = self.tokens.view(-1, *[1] * (values.dim() - 2))
+            real = self.tokens if self.tokens.dim() == 1 else self.tokens[: self.real]
+            real = real.view(*real.shape, *[1] * (values.dim() - 2))
             values = torch.where(real, values, 0)
         return _sum(values, keep_last)
 
@@ -469,10 +478,12 @@ class MicrobatchTerms:
             )
         if self.tokens is None:
             return
-        if values.dim() < 2 or values.shape[1] != len(self.tokens):
+        length = self.tokens.shape[-1]
+        if values.dim() < 2 or values.shape[1] != length:
             raise ValueError(
-                f"{name} is of shape {tuple(values.shape)}: with cp, a rank has parts of the "
-                f"samples: expected a number for each of its {len(self.tokens)} tokens of a sample"
+                f"{name} is of shape {tuple(values.shape)}, and some tokens of a sample are "
+                f"padding (as with cp): expected a number for each of this rank's {length} tokens "
+                "of a sample"
             )
 
     def add(self, field: Field, values: Tensor) -> None:

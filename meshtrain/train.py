@@ -12,11 +12,12 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from meshtrain.job.signals import Signals, StopKind, StopRequest, end_with_launcher
 
@@ -34,6 +35,7 @@ from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.state import State
 from meshtrain.config import Config
+from meshtrain.config.hub_names import fetch_texts
 from meshtrain.config.schema import TrainSection
 from meshtrain.data import OpenData
 from meshtrain.data.cache import cache_folder
@@ -41,15 +43,10 @@ from meshtrain.data.mixture import sample_order
 from meshtrain.errors import InputError, StartError
 from meshtrain.evaluate import evaluate, evaluation_set
 from meshtrain.foresight.start import MemoryForecast
-from meshtrain.job.consistency import (
-    Fingerprint,
-    checkpoint_versions,
-    require_equal,
-    run_fingerprints,
-)
+from meshtrain.job.consistency import Fingerprint, require_equal, run_fingerprints
 from meshtrain.job.environment import read_environment
 from meshtrain.job.exit import job_exit, refuse_start
-from meshtrain.job.locate import model_file
+from meshtrain.job.hub import HubAnswer
 from meshtrain.job.process import Job, join
 from meshtrain.job.storage import show_any_text
 from meshtrain.job.watchdog.deadlines import process_group_timeout
@@ -76,13 +73,14 @@ from meshtrain.run.results import show, write_export
 from meshtrain.run.run_folder import RunFolder, lock_checkpoints
 from meshtrain.run.setup import (
     banner_lines,
+    check_first_values,
     load_data,
     model_of_run,
     readers,
     reference_of_run,
-    reference_version,
+    require_host_memory,
     require_whole_steps,
-    total_steps,
+    specify,
 )
 from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
@@ -117,8 +115,11 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
             # libraries warn on every rank; rank 0 prints the warning
             warnings.simplefilter("ignore")
         with watched(job) as watchdog, job_exit(job):
+            hub = ask_hub(job, arguments)
             with job.collective_check("reading the config"):
-                config = read_config(arguments, job.world_size, job.device.type, again=job.again)
+                config = read_config(
+                    arguments, job.world_size, job.device.type, again=job.again, hub=hub
+                )
             require_equal(job, *run_fingerprints(config, os.environ))
             status = run(config, job, signals, watchdog)
     except (InputError, StartError) as error:
@@ -149,7 +150,7 @@ def run(
     with folder.lock(job), lock_checkpoints(config.checkpoint.path, folder, job) as checkpoints:
         data = load_data(config, job)
         require_whole_steps(config, job, data)
-        spec = specify(config, job, data, folder, checkpoints)
+        spec = specify(config, job, data, folder.path, checkpoints)
         resume = Resume(
             job,
             spec,
@@ -162,6 +163,8 @@ def run(
         with RunStatus(folder, job, config.train.on_exit) as status:
             watchdog.on_job_lost(status.write_failed, folder.path / "failures")
             if not status.already_finished(spec.steps, resume, config):
+                if resume.checkpoint is None:
+                    check_first_values(config, job)
                 job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
                 train(RunContext(spec, job, data, status, resume, stop, watchdog))
         return status.status
@@ -184,6 +187,7 @@ def train(context: RunContext) -> None:
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
     forecast.follow(model)
     reference = reference_of_run(config, mesh, job, data, lambda: timer.phase("communication"))
+    require_host_memory(config, model, mesh, job)
     optimizer = Optimizer(model, config.optimizer, mesh, spec.steps)
     mixture = sample_order(config, data.train).mixture
     objective = objective_of(config, data.task, mesh)
@@ -349,18 +353,6 @@ def choose_compiler(job: Job, config: Config) -> bool:
     return choice.compiles
 
 
-def specify(
-    config: Config, job: Job, data: OpenData, folder: RunFolder, checkpoints: Path
-) -> RunSpec:
-    """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
-    samples for the run."""
-    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
-    steps = total_steps(config, data.train)
-    with job.collective_check("counting the samples of each source"):
-        sample_order(config, data.train, steps)
-    return RunSpec(config, folder.path, checkpoints, data.identity, versions, steps)
-
-
 def open_local_disk(config: Config, job: Job, checkpoints: Path) -> LocalDisk | None:
     """Each host's own copy of the checkpoints; None: `checkpoint.local` names no folder."""
     if config.checkpoint.local is None:
@@ -390,11 +382,35 @@ def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
         status.status = EXIT_RESTART
 
 
+def ask_hub(job: Job, arguments: Sequence[str] | None) -> dict[str, HubAnswer]:
+    """What the hub says of the names in the config: rank 0 asks, once for all ranks, which get the
+    same commits. Then one process of each host fetches the small files by which a config is
+    checked."""
+    found: dict[str, Any] = {}
+    if job.rank == 0:
+        with suppress(InputError):  # reading the config says what is wrong with it
+            options = train_parser().parse_args(arguments)
+            answers = Config.ask(options.config, options.overrides)
+            found = {name: asdict(answer) for name, answer in answers.items()}
+    found = job.reduce("asking the hub", found, itemgetter(0))
+    hub = {name: HubAnswer(**fields) for name, fields in found.items()}
+    if hub:
+        with job.collective_check("fetching what the hub has of the config's names"):
+            if job.environment.local_rank == 0:
+                fetch_texts(hub)
+    return hub
+
+
 def read_config(
-    arguments: Sequence[str] | None, world_size: int, device: str, *, again: bool = False
+    arguments: Sequence[str] | None,
+    world_size: int,
+    device: str,
+    *,
+    again: bool = False,
+    hub: Mapping[str, HubAnswer] | None = None,
 ) -> Config:
-    """The config named on the command line, with its overrides; `again` as in Config.load. Raises
-    InputError."""
+    """The config named on the command line, with its overrides; `again` and `hub` as in
+    Config.load. Raises InputError."""
     options = train_parser().parse_args(arguments)
     config = Config.load(
         options.config,
@@ -403,6 +419,7 @@ def read_config(
         device=device,
         for_training=True,
         again=again,
+        hub=hub,
     )
     find_sinks(config.metrics)
     return config
@@ -413,7 +430,9 @@ def start_timeout(arguments: Sequence[str] | None, world_size: int) -> float:
     config is said once they have met, by one of them for all."""
     if world_size > 1:
         with suppress(Exception):
-            return read_config(arguments, world_size, "cpu").train.start_timeout_s
+            options = train_parser().parse_args(arguments)
+            given = Config.read_key(options.config, options.overrides, "train.start_timeout_s")
+            return float(given)
     return TrainSection.start_timeout_s
 
 

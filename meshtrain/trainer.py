@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from meshtrain import observer
 from meshtrain.data.batch import Batch
-from meshtrain.data.order import BatchSizes, Mixture, share
+from meshtrain.data.order import BatchSizes, Mixture, changes_of, share, value_at
 from meshtrain.dropout import set_dropout
 from meshtrain.layout import DATA_AXES
 from meshtrain.loss import (
@@ -41,6 +41,7 @@ from meshtrain.parallel.gather_samples import SampleShares, several_microbatches
 from meshtrain.parallel.grad_sync import set_is_last_backward
 from meshtrain.parallel.linear_cross_entropy import LossRequest, WeightGradSum
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.predictions import Predictions
 from meshtrain.parallel.step_context import StepContext, current_context, use_context
 from meshtrain.pipeline.actions import Action, Kind
 from meshtrain.pipeline.engine import Pipeline, has_last_stage, shapes_of
@@ -90,6 +91,8 @@ class _Step:
     count: GlobalCount
     terms: StepTerms
     weight_grad: WeightGradSum | None  # of a head that computes the loss
+    # of the heads of further tokens, by depth; None: each forward has its own
+    prediction_grads: dict[int, WeightGradSum] | None
     losses: dict[int, Tensor] = field(default_factory=dict)  # microbatch -> those of its samples
     correct: list[Tensor] = field(default_factory=list)
     references: dict[int, Any] = field(default_factory=dict)  # microbatch -> reference's outputs
@@ -139,6 +142,8 @@ class Trainer:
         problem = several_microbatches(self.sizes, config.batch.micro_size, mesh.size(*DATA_AXES))
         self._shares = SampleShares.of(None, mesh, problem)
         self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
+        # (first step, (weight,)) of the losses of further tokens
+        self.prediction_weights = changes_of([config.train.mtp_loss_scaling_factor])
         self._terms = self.term_sums(model, mesh, device)  # of modules
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
@@ -216,6 +221,7 @@ class Trainer:
             count=count,
             terms=StepTerms(count, None if self.scale is None else self.scale.value),
             weight_grad=WeightGradSum() if sums_weight_grad else None,
+            prediction_grads={} if sums_weight_grad else None,
         )
 
     def shapes(self, microbatch: int) -> tuple[tuple[int, ...] | None, ...]:
@@ -263,6 +269,42 @@ class Trainer:
                 values = torch.zeros_like(values)
             sums[name] = sums[name] + values if name in sums else values
 
+    def _predictions(self, microbatch: int) -> Predictions | None:
+        """Asks for the losses of further tokens, which are terms of the step's loss: the mean over
+        the depths, times a weight."""
+        now = self._step
+        looks_ahead = now.batches[microbatch].ahead
+        if looks_ahead is None:
+            return None
+        [weight] = value_at(self.prediction_weights, now.number - 1)
+        weight /= looks_ahead.shape[2]
+
+        def ahead() -> Tensor:
+            on_device = self._batch(microbatch).ahead
+            assert on_device is not None
+            return on_device
+
+        def take(depth: int, total: Tensor, count: Tensor) -> None:
+            term = Field("loss", "mtp")
+            mean = Field("metric", f"mtp_{depth}", size=2)
+            self._add_metrics({term: weight * total[None], mean: torch.stack([total, count])})
+
+        return Predictions(
+            ahead,
+            factor=lambda: weight * self._factor(),
+            options=self.loss_options,
+            take=take,
+            weight_grads=now.prediction_grads,
+            part=self._part_over_tp,
+        )
+
+    def _part_over_tp(self, tokens: Tensor) -> Tensor:
+        """Of tokens (b, s) those that this rank has between layers: sequence parallelism splits
+        them over tp."""
+        if self._terms.tp_repeats_tokens:
+            return tokens
+        return tokens.chunk(self.mesh.size("tp"), dim=1)[self.mesh.index("tp")]
+
     def _factor(self) -> Tensor:
         """The factor by which a head multiplies the sum of a microbatch's losses."""
         self._wait_for_count()
@@ -304,7 +346,13 @@ class Trainer:
             )
         terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
         shares = replace(self._shares, samples=batch.together)
-        with use_context(StepContext(loss_request=request, terms=terms, shares=shares)):
+        context = StepContext(
+            loss_request=request,
+            predictions=self._predictions(microbatch),
+            terms=terms,
+            shares=shares,
+        )
+        with use_context(context):
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:
@@ -314,11 +362,7 @@ class Trainer:
         if not isinstance(context, ShardedContext) or context.part is None:
             return None
         if context.length not in self._real_tokens:
-            real = context.part < context.length
-            if (
-                not self._terms.tp_repeats_tokens
-            ):  # sequence parallelism splits the positions over tp
-                real = real.chunk(self.mesh.size("tp"))[self.mesh.index("tp")]
+            real = self._part_over_tp((context.part < context.length)[None])[0]
             self._real_tokens[context.length] = real.to(self.device)
         return self._real_tokens[context.length]
 

@@ -18,6 +18,7 @@ from meshtrain.attention import AttentionContext, attention
 from meshtrain.dropout import Dropout
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
+from meshtrain.prediction import MultiTokenPrediction
 from meshtrain.rotary import Rotary, cos_sin, rotary_score_factor, rotate, rotate_interleaved
 
 LATENT_EPS = 1e-6  # epsilon of the norms of latents, independent of `rms_norm_eps`
@@ -50,6 +51,8 @@ class Config(keys.DecoderConfig):
     rope_interleave: bool = True
     rms_norm_eps: float = 1e-6  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    # layers that predict further tokens in training, one each (multi-token prediction)
+    num_nextn_predict_layers: int = 0
     initializer_range: float = 0.02  # standard deviation of the initial weights
     # dropout probability after the embedding, attention and feed-forward part
     hidden_dropout: float = 0.0
@@ -238,10 +241,20 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        # Numbered behind the other layers, as in files.
+        first = config.num_hidden_layers
+        self.mtp = MultiTokenPrediction(
+            [Layer(config, first + i) for i in range(config.num_nextn_predict_layers)],
+            embedding=self.model.embed_tokens,
+            head=self.lm_head,
+            norm=lambda: nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            dropout=config.hidden_dropout,
+        )
 
     def blocks(self) -> list[nn.Module]:
         """The modules in execution order; any contiguous run of them can be a pipeline stage."""
-        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+        decoder = [self.model.embed_tokens, *self.model.layers, self.model.norm]
+        return [*decoder, *self.mtp.blocks(), self.lm_head]
 
     def forward(
         self,
@@ -267,7 +280,9 @@ class Model(nn.Module):
         rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
-        return self.lm_head(self.model.norm(x))
+        x = self.model.norm(x)
+        x = self.mtp(x, lambda i: (rotary, context.at(len(self.model.layers) + i)))
+        return self.lm_head(x)
 
 
 _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -293,6 +308,7 @@ def check(config: Config) -> keys.Problems:
             f"is odd: use {config.qk_rope_head_dim + 1}"
         )
         problems.append(("qk_rope_head_dim", message))
+    problems += keys.prediction_problems(config)
     return problems + keys.router_problems(config, "n_routed_experts")
 
 
@@ -318,6 +334,7 @@ _TRANSFORMERS_DEFAULTS: dict[str, Any] = {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
 }
+_PREDICTIONS = {"num_nextn_predict_layers": 1}
 _YARN = {
     "rope_type": "yarn",
     "factor": 40.0,
@@ -352,11 +369,9 @@ presets: dict[str, dict[str, Any]] = {
     },
 }
 
-# Keys of a config.json that have no effect here: of multi-token prediction layers, and of load
-# balancing.
+# Keys of a config.json that have no effect here, some of load balancing.
 passed_over = keys.passed_over | {
     "output_router_logits",
-    "num_nextn_predict_layers",
     "num_mtp_layers",
     "head_dim",
     "qk_head_dim",
@@ -372,14 +387,12 @@ only = keys.only | _ROUTING | {"pretraining_tp": 1}
 
 def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
     """The keys of `Config` for those of a config.json."""
-    return keys.read_config_json(written, _TRANSFORMERS_DEFAULTS)
+    return keys.read_config_json(written, _TRANSFORMERS_DEFAULTS | _PREDICTIONS)
 
 
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """The config.json that describes a model."""
-    return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only) | {
-        "num_nextn_predict_layers": 0
-    }
+    return keys.write_config_json(config, "DeepseekV3ForCausalLM", model_type, only)
 
 
 # Initial values, by the first matching pattern: "normal" has the standard deviation
@@ -389,28 +402,33 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": 
 # How weights are split over `tp`, in Hugging Face's words except for the last. `q_[bp]*` is
 # q_b_proj, or q_proj without a latent of queries; `mlp.*gate_proj` also matches that of the shared
 # experts.
-tp_plan = {
+_TP_PLAN = {
     "model.embed_tokens": "embedding_rowwise_sequence",
-    "model.layers.*.self_attn.q_[bp]*": "colwise",
-    "model.layers.*.self_attn.kv_b_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.*gate_proj": "colwise",
-    "model.layers.*.mlp.*up_proj": "colwise",
-    "model.layers.*.mlp.*down_proj": "rowwise",
+    "*.self_attn.q_[bp]*": "colwise",
+    "*.self_attn.kv_b_proj": "colwise",
+    "*.self_attn.o_proj": "rowwise",
+    "*.mlp.*gate_proj": "colwise",
+    "*.mlp.*up_proj": "colwise",
+    "*.mlp.*down_proj": "rowwise",
     "lm_head": "colwise_logits",
-    "model.layers.*.self_attn.*_a_*": "replicate",
-    "model.layers.*.self_attn.rotary_key": "gather_sequence",
+    "*.self_attn.*_a_*": "replicate",
+    "*.self_attn.rotary_key": "gather_sequence",
 }
+
+
+def tp_plan(config: Config) -> dict[str, str]:
+    return keys.prediction_tp_plan(config, _TP_PLAN)
+
 
 # Modules in which tokens attend to each other. A model with this table accepts an
 # `AttentionContext` as `documents`.
-cp_plan = {"model.layers.*.self_attn": "attention"}
+cp_plan = {"*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
-ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+ep_plan = {"*.mlp.experts": "ep_dispatch_experts"}
 
 # Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
-stored_as: dict[str, tuple[str, ...]] = {
+_STORED_AS: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.mlp.experts.{}.gate_proj.weight",
         "model.layers.*.mlp.experts.{}.up_proj.weight",
@@ -419,5 +437,13 @@ stored_as: dict[str, tuple[str, ...]] = {
     "*.balance.loads": (),
 }
 
-# Tensors of files that are not read: those of the multi-token prediction layer.
+
+def stored_as(config: Config) -> keys.Names:
+    return keys.prediction_names(config, _STORED_AS)
+
+
+# What files have once more: the embedding and the head, in each layer that predicts further tokens.
+stored_again = keys.prediction_copies
+
+# Tensors of files that are not read, unless the model has that layer: it predicts further tokens.
 ignored = ("model.layers.61.*",)

@@ -18,6 +18,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.experts import Balance, Experts, Router
 from meshtrain.huggingface import keys
 from meshtrain.huggingface.keys import DecoderConfig
+from meshtrain.prediction import MultiTokenPrediction
 from meshtrain.rotary import Rotary, cos_sin, rotate
 
 
@@ -45,6 +46,8 @@ class Config(DecoderConfig):
     rope_parameters: dict[str, Any] | None = None
     rms_norm_eps: float = 1e-5  # added to the mean square in a norm
     tie_word_embeddings: bool = False  # whether the embedding and the head share one matrix
+    # layers that predict further tokens in training, one each (multi-token prediction)
+    num_nextn_predict_layers: int = 0
     initializer_range: float = 0.02  # standard deviation of the initial weights
     # dropout probability after the embedding, attention and feed-forward part
     hidden_dropout: float = 0.0
@@ -94,11 +97,21 @@ class Attention(nn.Module):
         q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
         k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
         v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
-        q = rotate(self.q_norm(q), rotary.cos, rotary.sin)
-        k = rotate(self.k_norm(k), rotary.cos, rotary.sin)
+
+        # Otherwise scores would grow with the weights, until training is no longer stable.
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+
+        # After this, positions enter a score q_i . k_j by their distance i - j alone.
+        q = rotate(q, rotary.cos, rotary.sin)
+        k = rotate(k, rotary.cos, rotary.sin)
+
+        # o_i = sum over j <= i of softmax_j(q_i . k_j / sqrt(e)) v_j, in each head by itself.
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)  # (b, h, s, e)
-        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+        o = attention(q, k, v, context)
+
+        # (b, h, s, e) -> (b, s, d): the heads of a token side by side, mixed by a product.
+        return self.o_proj(rearrange(o, "b h s e -> b s (h e)"))
 
 
 class MLP(nn.Module):
@@ -183,10 +196,20 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        # Numbered behind the other layers, as in files.
+        first = config.num_hidden_layers
+        self.mtp = MultiTokenPrediction(
+            [Layer(config, first + i) for i in range(config.num_nextn_predict_layers)],
+            embedding=self.model.embed_tokens,
+            head=self.lm_head,
+            norm=lambda: nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps),
+            dropout=config.hidden_dropout,
+        )
 
     def blocks(self) -> list[nn.Module]:
         """The modules in execution order; any contiguous run of them can be a pipeline stage."""
-        return [self.model.embed_tokens, *self.model.layers, self.model.norm, self.lm_head]
+        decoder = [self.model.embed_tokens, *self.model.layers, self.model.norm]
+        return [*decoder, *self.mtp.blocks(), self.lm_head]
 
     def forward(
         self,
@@ -212,12 +235,15 @@ class Model(nn.Module):
         rotary = Rotary(cos, sin)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
-        return self.lm_head(self.model.norm(x))
+        x = self.model.norm(x)
+        x = self.mtp(x, lambda i: (rotary, context.at(len(self.model.layers) + i)))
+        return self.lm_head(x)
 
 
 def check(config: Config) -> keys.Problems:
     """Invalid combinations of keys: (key, what is wrong and what would work)."""
     problems = keys.decoder_problems(config) or keys.router_problems(config, "n_routed_experts")
+    problems += keys.prediction_problems(config)
     if not problems and not 2 <= config.rotary_width <= config.head_width:
         features = (
             f"{config.rotary_width} of the {config.head_width} features of a head would turn with "
@@ -268,12 +294,7 @@ presets: dict[str, dict[str, Any]] = {
     },
 }
 
-# Multi-token prediction layers are not supported.
-passed_over = keys.passed_over | {
-    "output_router_logits",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-}
+passed_over = keys.passed_over | {"output_router_logits", "num_mtp_layers"}
 
 # Keys with the only supported value: another value would be another model.
 only = {key: value for key, value in keys.only.items() if key != "attention_bias"}
@@ -292,6 +313,7 @@ _LEFT_OUT: dict[str, Any] = {
     "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8,
     "n_routed_experts": 128,
+    "num_nextn_predict_layers": 1,
 }
 
 
@@ -305,7 +327,7 @@ def from_hugging_face(written: dict[str, Any]) -> dict[str, Any]:
 def to_hugging_face(config: Config) -> dict[str, Any]:
     """The config.json that describes a model."""
     written = keys.write_config_json(config, "Glm4MoeForCausalLM", model_type, only)
-    return written | {"partial_rotary_factor": config.rotary_factor, "num_nextn_predict_layers": 0}
+    return written | {"partial_rotary_factor": config.rotary_factor}
 
 
 # Initial values, by the first matching pattern: "normal" has the standard deviation
@@ -314,29 +336,34 @@ init_plan = {"*norm.weight": "ones", "*.loads": "zeros", "*bias": "zeros", "*": 
 
 # How weights are split over `tp`, in Hugging Face's words. `mlp.*gate_proj` also matches that of
 # the shared experts.
-tp_plan = {
+_TP_PLAN = {
     "model.embed_tokens": "embedding_rowwise_sequence",
-    "model.layers.*.self_attn.q_proj": "colwise",
-    "model.layers.*.self_attn.k_proj": "colwise",
-    "model.layers.*.self_attn.v_proj": "colwise",
-    "model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "model.layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.*gate_proj": "colwise",
-    "model.layers.*.mlp.*up_proj": "colwise",
-    "model.layers.*.mlp.*down_proj": "rowwise",
+    "*.self_attn.q_proj": "colwise",
+    "*.self_attn.k_proj": "colwise",
+    "*.self_attn.v_proj": "colwise",
+    "*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    "*.self_attn.o_proj": "rowwise",
+    "*.mlp.*gate_proj": "colwise",
+    "*.mlp.*up_proj": "colwise",
+    "*.mlp.*down_proj": "rowwise",
     "lm_head": "colwise_logits",
 }
 
+
+def tp_plan(config: Config) -> dict[str, str]:
+    return keys.prediction_tp_plan(config, _TP_PLAN)
+
+
 # Modules in which tokens attend to each other. A model with this table accepts an
 # `AttentionContext` as `documents`.
-cp_plan = {"model.layers.*.self_attn": "attention"}
+cp_plan = {"*.self_attn": "attention"}
 
 # The experts, which `parallel.expert_parallel` distributes over ranks as whole experts.
-ep_plan = {"model.layers.*.mlp.experts": "ep_dispatch_experts"}
+ep_plan = {"*.mlp.experts": "ep_dispatch_experts"}
 
 # Tensor -> the tensors that files have in its place; `{}` is the index of an expert.
-stored_as: dict[str, tuple[str, ...]] = {
+_STORED_AS: dict[str, tuple[str, ...]] = {
     "model.layers.*.mlp.experts.gate_up_proj": (
         "model.layers.*.mlp.experts.{}.gate_proj.weight",
         "model.layers.*.mlp.experts.{}.up_proj.weight",
@@ -345,6 +372,14 @@ stored_as: dict[str, tuple[str, ...]] = {
     "*.balance.loads": (),
 }
 
-# Tensors of files that are not read: those of the multi-token prediction layer, in GLM-4.5-Air and
-# GLM-4.5.
+
+def stored_as(config: Config) -> keys.Names:
+    return keys.prediction_names(config, _STORED_AS)
+
+
+# What files have once more: the embedding and the head, in each layer that predicts further tokens.
+stored_again = keys.prediction_copies
+
+# Tensors of files that are not read, unless the model has that layer: it predicts further tokens,
+# in GLM-4.5-Air and GLM-4.5.
 ignored = ("model.layers.46.*", "model.layers.92.*")

@@ -71,7 +71,8 @@ class Config(keys.DecoderConfig):
 class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        d, e = config.hidden_size, config.head_width
+        d = config.hidden_size
+        e = config.head_width
         self.head_dim = e
         self.q_proj = nn.Linear(d, config.num_attention_heads * e, bias=False)
         self.k_proj = nn.Linear(d, config.kv_heads * e, bias=False)
@@ -85,11 +86,21 @@ class Attention(nn.Module):
         q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
         k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
         v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
-        q = rotate(self.q_norm(q), rotary.cos, rotary.sin)
-        k = rotate(self.k_norm(k), rotary.cos, rotary.sin)
+
+        # Otherwise scores would grow with the weights, until training is no longer stable.
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+
+        # After this, positions enter a score q_i . k_j by their distance i - j alone.
+        q = rotate(q, rotary.cos, rotary.sin)
+        k = rotate(k, rotary.cos, rotary.sin)
+
+        # o_i = sum over j <= i of softmax_j(q_i . k_j / sqrt(e)) v_j, in each head by itself.
         q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
-        y = attention(q, k, v, context)  # (b, h, s, e)
-        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+        o = attention(q, k, v, context)
+
+        # (b, h, s, e) -> (b, s, d): the heads of a token side by side, mixed by a product.
+        return self.o_proj(rearrange(o, "b h s e -> b s (h e)"))
 
 
 class MLP(nn.Module):

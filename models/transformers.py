@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -82,12 +82,17 @@ class Config:
         described = hugging_face_config(model_type, keys)
         if not hasattr(described, "vocab_size"):
             parts = ", ".join(described.sub_configs) or "parts"
-            raise ValueError(
-                f"{model_type} is made of several models ({parts}): take the model_type of its "
-                "text model"
+            of_text = _language_models_in(described)
+            advice = (
+                f"take the model_type of its text model, {of_text[0]}"
+                if of_text
+                else "transformers has none of them as a causal language model: take another family"
             )
+            raise ValueError(f"{model_type} is made of several models ({parts}): {advice}")
         _class_of(type(described))
         longest = getattr(described, "max_position_embeddings", None)
+        if longest is not None and longest < 1:  # how a class says that it has no limit
+            longest = None
         resolved = {
             "path": None,
             "model_type": model_type,
@@ -108,6 +113,18 @@ def hugging_face_config(model_type: str, keys: Mapping[str, Any]) -> PreTrainedC
         raise ValueError(f"transformers' {model_type} refuses them: {error}") from error
     config.use_cache = False
     return config
+
+
+def _language_models_in(described: PreTrainedConfig) -> list[str]:
+    """The families of a config's parts that are causal language models."""
+    found = []
+    for name in described.sub_configs:
+        part = getattr(described, name, None)
+        if isinstance(part, PreTrainedConfig):
+            with suppress(ValueError):
+                _class_of(type(part))
+                found.append(part.model_type)
+    return found
 
 
 def _refuse_unknown(model_type: str, keys: Mapping[str, Any]) -> None:
@@ -219,12 +236,18 @@ def to_hugging_face(config: Config) -> dict[str, Any]:
 def _class_of(kind: type[PreTrainedConfig]) -> Any:
     """The class of a causal language model, from that of its config. Raises ValueError: the family
     has none."""
-    try:
-        return AutoModelForCausalLM._model_mapping[kind]
-    except KeyError as error:
-        raise ValueError(
-            f"transformers has no causal language model of the type {kind.model_type}"
-        ) from error
+    classes: Any = AutoModelForCausalLM._model_mapping
+    if kind in classes:
+        return classes[kind]
+    # The text model of several that are one family (Emu3, Llama 3.2 Vision): transformers has its
+    # class under the config of all, beside which its own is declared.
+    for whole in vars(sys.modules[kind.__module__]).values():
+        if not (isinstance(whole, type) and issubclass(whole, PreTrainedConfig)):
+            continue
+        has_it = whole.sub_configs.get("text_config") is kind and whole in classes
+        if has_it and classes[whole].config_class is kind:
+            return classes[whole]
+    raise ValueError(f"transformers has no causal language model of the type {kind.model_type}")
 
 
 # The model ----------------------------------------------------------------------------------------
@@ -325,9 +348,10 @@ def tp_plan(config: Config) -> dict[str, str] | None:
     names = {name for name, _ in model.named_modules()}
     names |= {name for name, _ in model.named_parameters()}
     own = plan_without_experts(model, model.experts, model.tp_plan or {})
-    used = {key: word for key, word in own.items() if fnmatch.filter(names, key)}
-    activations = _patterns(model, _split_activations(model, used))
-    return used | dict.fromkeys(activations, "replicated_with_grad_allreduce") or None
+    plan = {key: word for key, word in own.items() if fnmatch.filter(names, key)}
+    for activation in _patterns(model, _split_activations(model, plan)):
+        plan[activation] = "replicated_with_grad_allreduce"
+    return plan or None
 
 
 def _split_activations(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
@@ -337,9 +361,11 @@ def _split_activations(model: nn.Module, plan: Mapping[str, str]) -> list[str]:
     found = []
     for name, module in model.named_modules():
         parent, _, child = name.rpartition(".")
-        if child != "act_fn" or not any(True for _ in module.parameters()):
+        has_parameters = any(True for _ in module.parameters())
+        if child != "act_fn" or not has_parameters:
             continue
-        beside = [f"{parent}.{other}" for other, _ in model.get_submodule(parent).named_children()]
+        siblings = model.get_submodule(parent).named_children()
+        beside = [f"{parent}.{sibling}" for sibling, _ in siblings]
         if any(fnmatch.filter(beside, key) for key in columns):
             found.append(name)
     return found
@@ -426,12 +452,24 @@ class _Drops(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
+        probability = 0.0
         if func is nn.functional.dropout:
-            self.found |= given.get("training", True) and given.get("p", 0.5) > 0
+            given = _by_name(("input", "p", "training"), args, kwargs)
+            if given.get("training", True):
+                probability = given.get("p", 0.5)
         if func is nn.functional.scaled_dot_product_attention:
-            self.found |= given.get("dropout_p", 0.0) > 0
+            given = _by_name(("query", "key", "value", "attn_mask", "dropout_p"), args, kwargs)
+            probability = given.get("dropout_p", 0.0)
+        if probability > 0:
+            self.found = True
         return func(*args, **kwargs)
+
+
+def _by_name(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call. `names`: of those that may be given by position."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 class _Draws(TorchDispatchMode):
@@ -443,13 +481,19 @@ class _Draws(TorchDispatchMode):
     found = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return torch.zeros((), dtype=args[0].dtype).item()
+        asks_for_value = func is torch.ops.aten._local_scalar_dense.default
+        if asks_for_value and args[0].is_meta:
+            zero = torch.zeros((), dtype=args[0].dtype)
+            return zero.item()
+
         out = func(*args, **kwargs or {})
-        # Attention has the tag for its dropout, which `_Drops` sees.
+        name = func.name()  # such as aten::bernoulli.p
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random and "attention" not in func.name() and out.numel() > 1:
-            self.found = func.name().removeprefix("aten::").partition(".")[0]
+        # Attention has the tag for its dropout, which `_Drops` sees.
+        is_attention = "attention" in name
+        if is_random and not is_attention and out.numel() > 1:
+            operator, _, _ = name.removeprefix("aten::").partition(".")
+            self.found = operator
         return out
 
 

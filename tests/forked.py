@@ -1,9 +1,9 @@
 """Runs a script as a job of several processes on this machine, forked from one that has imported
 torch: importing it in each process would take longer than most tests.
 
-    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]       or -m MODULE instead of the script,
-    as for python python tests/forked.py --serve DESCRIPTOR                    jobs, one after the
-    other, requested over a socket
+    python tests/forked.py PROCESSES SCRIPT [ARGUMENT ...]    or -m MODULE instead of the script
+    python tests/forked.py --serve DESCRIPTOR                 jobs, one after the other, that are
+                                                              requested over a socket
 
 The environment is that of torchrun, and as under torchrun, the other processes are ended when one
 fails. Commands for users are tested under torchrun itself.
@@ -33,10 +33,10 @@ def main(processes: int, script: str, *arguments: str) -> int:
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(processes),
     }
-    # keeps collections in a child from traversing all of torch, which is slow and copies its
-    # memory,
+    # Keeps collections in a child from traversing all of torch, which is slow and copies its
+    # memory; also after training has undone its own freezing.
     gc.freeze()
-    gc.unfreeze = lambda: None  # also after training has undone its own freezing
+    gc.unfreeze = lambda: None
     running = set()
     for rank in range(processes):
         pid = os.fork()

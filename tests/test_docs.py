@@ -30,7 +30,8 @@ from meshtrain.parallel.sharding import chunk_range
 from tests.documents import BLOCK, REPO, blocks
 from tests.launching import forked, free_port, run_together
 
-DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").glob("*.md"))]
+ROOT_DOCUMENTS = [REPO / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+DOCUMENTS = [*ROOT_DOCUMENTS, *sorted((REPO / "docs").rglob("*.md"))]
 # of the repository, in the folder where commands run
 SEEN = (
     "README.md",

@@ -20,8 +20,10 @@ import gpu_pair
 import gpu_roofs
 import gpu_titan
 import kernel_classes
+from baseline import Task
 from gpu_pair import OURS, WORKLOADS, Measured, Sizes, Workload, make_sides, sizes_of, values_of
 from harness import ON_CPU, Side, Turn, model_of
+from meshtrain.data.order import batch_samples
 from meshtrain.modeling.build import parameter_count
 from meshtrain.modeling.flops import sample_flops
 from tests.launching import ROOT
@@ -184,10 +186,12 @@ def test_torchtitan_reads_meshtrain_s_samples(small: dict[str, Any], tmp_path: P
     file = tmp_path / "tokens.bin"
     tokens = np.arange(10 * 16 + 1) % 300
     tokens.astype(np.uint16).tofile(file)
-    batches = list(gpu_titan.Samples(small | {"train": {"seed": 3, "steps": 2}}, file))
+    config = small | {"train": {"seed": 3, "steps": 2}}
+    task = Task(config, file, weights=tmp_path / "none", log=tmp_path / "none")
+    batches = list(gpu_titan.Samples(task))
     assert len(batches) == 4, "two microbatches in each of two steps"
     read = torch.cat([inputs["input"] for inputs, _ in batches])
-    order = [j for step in range(2) for j in gpu_titan.batch_samples(3, step, 4, 10)]
+    order = [j for step in range(2) for j in batch_samples(3, step, 4, 10)]
     assert read.tolist() == [list(tokens[16 * j : 16 * j + 16]) for j in order]
     assert all(torch.equal(inputs["input"][:, 1:], targets[:, :-1]) for inputs, targets in batches)
 

@@ -41,7 +41,7 @@ PURE = {
 }
 MODELS_MAY_USE = {
     f"meshtrain.{name}"
-    for name in ("attention", "dropout", "experts", "rotary", "huggingface.keys")
+    for name in ("attention", "dropout", "experts", "prediction", "rotary", "huggingface.keys")
 }
 # What transformers' classes need to run by these.
 ADAPTER_MAY_USE = {"meshtrain.huggingface.conversions", "meshtrain.huggingface.experts"}

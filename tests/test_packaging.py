@@ -77,6 +77,12 @@ def test_the_wheel_is_one_package_with_every_model_config_and_hardware_file(whee
         "hardware/*.yaml",
         "tools/slurm/*.sbatch",
         "tools/starter/*.*",
+        "docs/*.md",
+        "docs/images/*.png",
+        "docs/skills/*.md",
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
     ):
         files = list(REPO.glob(pattern))
         assert files

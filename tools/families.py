@@ -27,7 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch._inductor.compile_fx  # noqa: F401  so that no forked process imports it
+import torch
+import torch._inductor.compile_fx  # so that no forked process imports it
 import transformers
 import yaml
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -51,10 +52,17 @@ RESULTS = ROOT / "tools" / "families"
 NEEDS = ROOT / "tools" / "families.yaml"
 DOCUMENT = ROOT / "docs" / "transformers.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+# Each family and its class. Two text models have one under the name of all of a family's models.
+FAMILIES: dict[str, str] = {
+    **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "emu3_text_model": "Emu3ForCausalLM",
+    "mllama_text_model": "MllamaForCausalLM",
+}
 STEPS = 4
 COMPARED = ("loss", "grad_norm", "samples")  # of each step
 MOST_S = 240  # of one run
 LAST_WORDS_S = 20  # of the other ranks, once one has ended
+MOST_PARAMETERS = 2**24  # of a tiny model: several are in memory at once
 TOLERANCE = 1e-9  # relative, in float64
 
 # Keys of the classes' configs, whichever of them a class has.
@@ -245,15 +253,20 @@ def _wait(children: list[int]) -> bool:
     return True
 
 
-def _warm_up(family: str) -> None:
+def _warm_up(family: str) -> int:
     """Builds the model here, so that no forked process imports its class and finds out anew what
-    follows from its config."""
+    follows from its config. Returns the number of its parameters; 0: it cannot be built."""
     adapter = model_file("transformers")
+    parameters = 0
     # What is wrong is said by the runs.
     with suppress(Exception):
         config = adapter.Config(model_type=family, config=tiny(family))
+        with torch.device("meta"):
+            model = adapter.Model(config)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         for plan in PLANS:
             getattr(adapter, plan, lambda config: None)(config)
+    return parameters
 
 
 def compared(rows: list[dict], expected: list[dict]) -> float:
@@ -273,7 +286,10 @@ def compared(rows: list[dict], expected: list[dict]) -> float:
 
 def measure(family: str, wanted: Sequence[str]) -> dict[str, Any]:
     """What a family does on layouts: layout -> result."""
-    _warm_up(family)
+    parameters = _warm_up(family)
+    if parameters > MOST_PARAMETERS:
+        sizes = f"{parameters:,} parameters are no tiny model: give its sizes in families.yaml"
+        return {ALONE: {"failed": sizes}}
     alone = run(family, 1, ("layout={dp_shard: 1}",))
     if "rows" not in alone:
         return {ALONE: alone}
@@ -306,7 +322,7 @@ def store(family: str, results: dict[str, Any]) -> None:
     text = json.dumps(
         {
             "family": family,
-            "class": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family],
+            "class": FAMILIES[family],
             "transformers": transformers.__version__,
             "results": results,
         },
@@ -376,7 +392,7 @@ def _prepare() -> None:
 
 def _measure_all(families: Sequence[str], words: Sequence[str] | None) -> None:
     _prepare()
-    for family in families or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for family in families or FAMILIES:
         wanted = _wanted(words)
         before = stored(family).get("results", {})
         if not families and not words:

@@ -1,10 +1,10 @@
 """Breaks the product in many small ways, one at a time, and counts how many of them the tests
 notice.
 
-    python tools/mutate.py                       60 mutations against the tests of this checkout
-    python tools/mutate.py --tests ../before     the same mutations against the tests of another
-    checkout python tools/mutate.py --whole               survivors once more, against the whole of
-    `make test` python tools/mutate.py --list                only prints what it would change
+    python tools/mutate.py                      60 mutations against the tests of this checkout
+    python tools/mutate.py --tests ../before    the same, against the tests of another checkout
+    python tools/mutate.py --whole              survivors once more, against all of `make test`
+    python tools/mutate.py --list               only prints what it would change
 
 A mutation flips an operator, drops a collective, shifts an index or skips a branch in one of the
 rooms below. Which ones is a function of SEED and the text of the product. Each is made in a copy of

@@ -27,6 +27,7 @@ _FREE = (
     "model.weights",
     "data.path",
     "data.cache",
+    "data.cache_gib",
     "data.workers",
 )
 # Keys that are not worth a line: each job may have its own.

@@ -46,7 +46,10 @@ class Sums:
             if _is_weight(shard):
                 self._weights.append(shard.name)
                 largest_values.append(largest(shard.local))
-        # One tensor each, so that one copy from the device reads all of them.
+        # One tensor each, so that one copy from the device reads all of them. Optimizer states may
+        # lie on the host.
+        device = state.mesh.device_type
+        sums = [value.to(device, non_blocking=True) for value in sums]
         self._sums = torch.stack(sums) if sums else None
         self._largest = torch.stack(largest_values) if largest_values else None
         self._values: list[int] | None = None  # the sums, once they were read
@@ -65,7 +68,8 @@ class Sums:
     def digests(self) -> dict[str, str]:
         """Number of a kind -> one digest of all this rank's tensors of that kind."""
         lines_of_kind: dict[int, list[str]] = {}
-        for kind, name, value in self._read():
+        # Once for equal copies on two stages: other ranks may have one.
+        for kind, name, value in sorted(set(self._read())):
             lines_of_kind.setdefault(kind, []).append(f"{name} {value}")
         digests = {}
         for kind, lines in lines_of_kind.items():
@@ -82,9 +86,10 @@ class Sums:
         return sorted(differing)
 
     def of_kind(self, number: int) -> dict[str, list[int]]:
-        """The sums of the tensors of a kind; a tied weight on two stages has two."""
+        """The sums of the tensors of a kind; a tied weight with other values on two stages of this
+        rank has two."""
         sums: dict[str, list[int]] = {}
-        for kind, name, value in self._read():
+        for kind, name, value in sorted(set(self._read())):
             if kind == number:
                 sums.setdefault(name, []).append(value)
         return sums

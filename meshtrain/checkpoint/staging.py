@@ -8,7 +8,6 @@ it is written, block by block.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +16,12 @@ from torch import Tensor
 from meshtrain.checkpoint.placement import part_to_write
 from meshtrain.checkpoint.shard_file import BLOCK
 from meshtrain.checkpoint.state import LocalShard, State
-from meshtrain.errors import bytes_text, group_values
 from meshtrain.huggingface.safetensors import Entry
-from meshtrain.job.host_memory import memory_gib
 from meshtrain.job.pending import Resource, waiting
-from meshtrain.job.process import Job
 from meshtrain.parallel.sharding import Part, shape_of, within
 from meshtrain.parallel.torch_private import pin_in_place, unpin_in_place
 
 ALIGNED = 64  # each tensor begins at a multiple of this many bytes
-SPARE = 0.1  # share of a host's memory that snapshots leave free for other growth
 
 
 @dataclass(frozen=True)
@@ -127,31 +122,6 @@ class Snapshot:
 def snapshot_bytes(state: State, rank: int) -> int:
     """Bytes of host memory that the snapshot of a rank takes."""
     return sum(_aligned(entry) for entry, _ in _entries(state, rank))
-
-
-def find_short_hosts(state: State, job: Job) -> list[str]:
-    """The hosts with too little memory for the snapshots of their ranks, each with the bytes needed
-    and available. All ranks call it, before any snapshot is made."""
-    room = None
-    with suppress(FileNotFoundError):  # the system does not report its memory
-        most, free = memory_gib()
-        room = max(0.0, free - SPARE * most) * 2**30
-    report = [job.host, snapshot_bytes(state, job.rank), room]
-    return job.reduce("looking at the memory for checkpoints", report, _short_hosts)
-
-
-def _short_hosts(reports: list[list]) -> list[str]:
-    """From [host, bytes needed, bytes of room or None] of every rank."""
-    by_host = group_values((host, (nbytes, room)) for host, nbytes, room in reports)
-    short = []
-    for host, ranks in by_host.items():
-        needed = sum(nbytes for nbytes, _ in ranks)
-        rooms = [room for _, room in ranks if room is not None]
-        if rooms and needed > min(rooms):
-            short.append(
-                f"host {host} needs {bytes_text(needed)} and can spare {bytes_text(min(rooms))}"
-            )
-    return short
 
 
 def _entries(state: State, rank: int) -> Iterator[tuple[Entry, Part]]:

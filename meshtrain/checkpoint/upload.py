@@ -18,10 +18,10 @@ from pathlib import Path
 from meshtrain.checkpoint import directory
 from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of, read_manifest, step_of
 from meshtrain.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
-from meshtrain.checkpoint.object_storage import ObjectStorage
 from meshtrain.checkpoint.retention import Retention, steps_to_keep
 from meshtrain.checkpoint.verify import problems_of
 from meshtrain.errors import DamagedError, InputError, bytes_text
+from meshtrain.job.object_storage import ObjectStorage
 from meshtrain.job.storage import read_guarded, write_whole
 from meshtrain.job.threads import NoThreadError, start_thread
 
@@ -44,7 +44,7 @@ class Uploads:
         self.notes: list[str] = []  # lines to print
         self.problem: str | None = None  # why the last attempt failed; None if it did not
         self.under_way: int | None = None  # the step whose checkpoint is being read now
-        self._storage = ObjectStorage(url)
+        self._storage = ObjectStorage(url, key="checkpoint.upload")
         self._keep = keep
         self._evaluations: dict[int, dict[str, float]] = {}  # by step
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,23 @@ from meshtrain.checkpoint.directory import (
     require_checkpoint,
 )
 from meshtrain.checkpoint.placement import pieces
-from meshtrain.checkpoint.shard_file import Shard, ShardReader
+from meshtrain.checkpoint.shard_file import ShardReader
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.errors import InputError
 from meshtrain.huggingface import load
 from meshtrain.huggingface.former_models import is_left_out, of_today
 from meshtrain.huggingface.load import DTYPES, WeightSource, open_folder
 from meshtrain.huggingface.safetensors import Entry, by_numbers, stored
+from meshtrain.job.hub import local_path
 from meshtrain.parallel.sharding import Part, overlap, shape_of, within
+
+
+class HasBytes(Protocol):
+    """A file with a contiguous piece of a tensor."""
+
+    def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of the piece from `begin` on."""
+
 
 PREFIX = "model."  # prefix of the weights' names in a manifest
 AVERAGE = "optimizer.{}.ema"  # name of a weight's moving average
@@ -71,8 +81,8 @@ def open_checkpoint(checkpoint: str | Path, *, ema: bool = False) -> Iterator[We
 
 
 def open_weights(path: str | Path) -> AbstractContextManager[WeightSource]:
-    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face
-    directory."""
+    """Opens a path of `model.weights`: a checkpoint, a run's folder, or a Hugging Face directory,
+    which may be that of a model of the hub."""
     return open_folder(path) if find_checkpoint(path) is None else open_checkpoint(path)
 
 
@@ -84,7 +94,7 @@ def weights_digest(path: str | Path) -> str:
     if checkpoint is not None:
         _, digest = read_manifest(checkpoint)
         return digest[:16]
-    folder = Path(path).expanduser()
+    folder = local_path(path)
     names = sorted(file.name for file in stored(folder))
     sizes = [(folder / name).stat().st_size for name in names]
     return sampled_digest(Files(folder, names, sizes))
@@ -123,7 +133,7 @@ def read_part(files: ShardReader, name: str, part: Part) -> Tensor:
 
 @torch.no_grad()
 def read_piece(
-    file: Shard, name: str, piece: Part, part: Part, target: Tensor, target_part: Part
+    file: HasBytes, name: str, piece: Part, part: Part, target: Tensor, target_part: Part
 ) -> None:
     """Reads a part of a tensor, from the file that holds `piece`, into `target`, which has the
     stored dtype and holds `target_part`. All three are parts of the whole tensor; `part` lies

@@ -1,14 +1,18 @@
-"""`meshtrain checkpoint`: lists, shows, verifies and prunes checkpoints.
+"""`meshtrain checkpoint`: lists, shows, verifies and prunes checkpoints, and imports those of
+others.
 
     meshtrain checkpoint ls runs/x
     meshtrain checkpoint show runs/x                           # the newest, or a given one
     meshtrain checkpoint verify runs/x/checkpoints/step_0000100
     meshtrain checkpoint prune runs/x --keep-last 3 --keep-every 1000 --dry-run
+    meshtrain checkpoint import outputs/step-100 runs/x --config x.yaml --as llama
 
-A path names a checkpoint, a folder of checkpoints, or a run's folder. None of this needs torch.
+A path names a checkpoint, a folder of checkpoints, or a run's folder. None of this needs torch,
+but import.
 """
 
 import argparse
+import importlib
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.checkpoint import directory
+from meshtrain.checkpoint.dcp.names import NAMINGS
 from meshtrain.checkpoint.directory import CHECKPOINTS, require_checkpoint
 from meshtrain.checkpoint.folder_lock import LOCK, lock_folder
 from meshtrain.checkpoint.json_text import dumps, parse_json
@@ -68,6 +73,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
 
+    from_dcp = add("import", help="make a checkpoint of one of torch.distributed.checkpoint")
+    from_dcp.add_argument(
+        "dcp_folder", type=Path, metavar="DCP_FOLDER", help="a folder with a file .metadata"
+    )
+    from_dcp.add_argument(
+        "run_folder", type=Path, metavar="RUN_FOLDER", help="the folder of the run to go on with"
+    )
+    from_dcp.add_argument(
+        "--config",
+        nargs="+",
+        required=True,
+        metavar=("CONFIG", "KEY=VALUE"),
+        help="the config of the run, and overrides of it",
+    )
+    from_dcp.add_argument(
+        "--as",
+        dest="names",
+        choices=list(NAMINGS),
+        help="torchtitan's names of this model (default: the model's own names)",
+    )
+    from_dcp.add_argument(
+        "--step",
+        type=_step,
+        metavar="N",
+        help="the number of steps done (default: as the folder says)",
+    )
+
     for action in (ls, show, check, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -75,11 +107,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the action and returns the exit status. Raises InputError: a path is not a usable
     checkpoint."""
-    actions = {"ls": _ls, "show": _show, "verify": _verify, "prune": _prune}
+    actions = {
+        "ls": _ls,
+        "show": _show,
+        "verify": _verify,
+        "prune": _prune,
+        "import": _import,
+    }
     try:
         return actions[arguments.action](arguments)
     except PermissionError as error:
         raise InputError(f"{error.filename} may not be used: {error.strerror}") from error
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    # The one action that needs torch.
+    return importlib.import_module("meshtrain.cli.checkpoint_import").run(arguments)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
@@ -343,6 +386,12 @@ def _short(value: Any) -> str:
     """A value as JSON, which contains no control characters that a terminal would obey."""
     text = dumps(value)
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of steps; found {text}")
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from meshtrain.config import Config
 from meshtrain.data.prepare import TEXT, preparations
+from meshtrain.data.remote import is_remote
 from meshtrain.data.tokens import verify
 from meshtrain.errors import InputError, plural
 
@@ -57,7 +58,13 @@ def _folders(arguments: argparse.Namespace) -> Iterator[tuple[Path, int | None]]
     for own in config.data.each_source():
         if own.source == "tokens":
             given = (own.path, own.validation)  # a share of the documents is no path
-            paths += [Path(path).expanduser() for path in given if isinstance(path, str)]
+            for path in given:
+                if isinstance(path, str) and is_remote(path):
+                    raise InputError(
+                        f"{path} is in object storage: verify the folder from which it was uploaded"
+                    )
+                if isinstance(path, str):
+                    paths.append(Path(path).expanduser())
         elif config.data.sources and own.source not in TEXT:
             print(
                 f"{own.path}: left out, as {own.source} is read as it is and has no checksums",

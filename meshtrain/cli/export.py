@@ -1,5 +1,6 @@
 """`meshtrain export CHECKPOINT DIR`: the weights of a checkpoint as a Hugging Face directory,
-without a job.
+without a job; with `--format dcp` its whole state, for torch.distributed.checkpoint
+(export_dcp.py).
 
 The files have the same bytes as those that `train.export` writes for these weights. A block of rows
 is read at a time, so memory does not grow with the model. A checkpoint may come from a stranger, so
@@ -16,11 +17,13 @@ from typing import Any
 
 import torch
 
+from meshtrain.checkpoint.dcp.names import NAMINGS
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.config.schema import OWN_MODEL_KEYS
+from meshtrain.data.tokenizer import local_tokenizer
 from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import adapter_config, adapter_source, merged_source
 from meshtrain.huggingface.export import (
@@ -50,6 +53,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("folder", metavar="DIR", help="a new folder, or one with an earlier export")
     parser.add_argument(
+        "--format",
+        choices=("huggingface", "dcp"),
+        default="huggingface",
+        help="dcp: weights and AdamW's state for torch.distributed.checkpoint",
+    )
+    parser.add_argument(
+        "--as",
+        dest="names",
+        choices=list(NAMINGS),
+        help="with --format dcp: torchtitan's names of this model (default: the model's own)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=list(PRECISIONS),
         help="dtype of the weights (default: the run's precision)",
@@ -71,6 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.format == "dcp":
+        for_weights = ("dtype", "ema", "adapter", "model")
+        given = [f"--{name}" for name in for_weights if getattr(options, name)]
+        if given:
+            raise InputError(f"{given[0]} is for --format huggingface: dcp has the state as it is")
+        from meshtrain.cli.export_dcp import export_dcp  # brings torch.distributed.checkpoint
+
+        naming = None if options.names is None else NAMINGS[options.names]
+        export_dcp(options.checkpoint, options.folder, naming=naming, say=print)
+        return
+    if options.names is not None:
+        raise InputError("--as is for --format dcp: Hugging Face's names follow from the model")
     export(
         options.checkpoint,
         options.folder,
@@ -167,12 +194,16 @@ def _weights(
     merged = merged_source(source, manifest.section("train").get("lora"))
     spec = _spec(manifest, model, say)
     config = _config(spec, say)
-    table: Table = {} if spec is None else whole_table(spec.plan("stored_as"))
+    table: Table = {}
+    copies: Table = {}
+    if spec is not None:
+        table = whole_table(spec.plan("stored_as"))
+        copies = spec.plan("stored_again") or {}
     tokenizer = _tokenizer(manifest, say)
     beside: Mapping[str, str] = {}
     if config is not None:
         beside = source_files(manifest.section("model").get("weights"), say)
-    files, parts = plan_export(merged.entries.values(), dtype, file_bytes, table)
+    files, parts = plan_export(merged.entries.values(), dtype, file_bytes, table, copies)
     texts = small_files(config, dtype, tokenizer, manifest.section("data"), beside)
     return _Content(merged, files, parts, texts)
 
@@ -204,7 +235,8 @@ def _blocks(
     for first in range(rows.start, rows.stop, step):
         block = slice(first, min(first + step, rows.stop))
         values = source.read(name, (*lead, block, *columns))
-        yield values.to(DTYPES[entry.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
+        flat = values.to(DTYPES[entry.dtype]).contiguous().view(-1)
+        yield flat.view(torch.uint8).numpy().data
 
 
 def _precision(manifest: Manifest) -> str:
@@ -262,7 +294,7 @@ def _tokenizer(manifest: Manifest, say: Callable[[str], None]) -> dict[str, str]
         return {}
     problem = "it is none"
     try:
-        path = Path(str(name)).expanduser()
+        path = local_tokenizer(str(name))
         if path.suffix == ".json":
             tokenizer = parse_json(read_limited(path, MAX_TOKENIZER))
             if isinstance(tokenizer, dict) and isinstance(tokenizer.get("model"), dict):

@@ -69,7 +69,7 @@ COMMANDS = {
     ),
     "checkpoint": (
         "meshtrain.cli.checkpoint",
-        "list, show, verify, compare and prune checkpoints",
+        "list, show, verify, prune and import checkpoints",
         "meshtrain checkpoint ls runs/quickstart",
     ),
     "watch": (
@@ -96,6 +96,11 @@ COMMANDS = {
         "meshtrain.cli.generate",
         "generate text with a checkpoint's model, on any layout",
         "meshtrain generate runs/quickstart --prompt 'import '",
+    ),
+    "docs": (
+        "meshtrain.cli.docs",
+        "open the documentation of this version in a browser, offline",
+        "meshtrain docs layouts",
     ),
     "info": (
         "meshtrain.cli.info",

@@ -33,13 +33,16 @@ def table(parameters: Iterable[ParameterSpec], layout: Layout) -> list[list[str]
     """The rows of a table, titles first. Identical repeated layers share one row."""
     folded = fold_names((spec.name, replace(spec, name="")) for spec in parameters)
     rows = [_row(name, count, parameter, layout) for name, count, parameter in folded]
-    titles = list(rows[0])[:-1]  # what a parameter is tied to needs none
-    return [titles, *(list(row.values()) for row in rows)]
+    titles = list(rows[0])
+    titles.remove("tied")  # the last column needs none
+    cells = [list(row.values()) for row in rows]
+    return [titles, *cells]
 
 
 def _row(name: str, count: int, parameter: ParameterSpec, layout: Layout) -> dict[str, str]:
     """Title -> cell."""
-    row = {"parameter": name, "": f"x{count}" if count > 1 else ""}
+    row = {"parameter": name}
+    row[""] = f"x{count}" if count > 1 else ""
     if layout.size("pp") > 1:
         row["stage"] = " and ".join(map(str, parameter.stages))
     row["whole"] = _shape_text([parameter.dims])
@@ -49,9 +52,13 @@ def _row(name: str, count: int, parameter: ParameterSpec, layout: Layout) -> dic
     axes = [axis for axis in ("tp", "ep") if layout.size(axis) > 1]
     if axes:
         inner = " or ".join(axes)
-        cuts = [(axis, _cut_over(parameter, axis)) for axis in axes]
-        words = [f"{word} / {axis}" for axis, word in cuts if word is not None]
-        row[f"over {inner}"] = words[0] if words else HELD_BY_ALL
+        what_is_cut = HELD_BY_ALL
+        for axis in axes:
+            word = _cut_over(parameter, axis)
+            if word is not None:
+                what_is_cut = f"{word} / {axis}"
+                break
+        row[f"over {inner}"] = what_is_cut
         row[f"after {inner}"] = _shape_text(parameter.shapes("tp", "ep"))
 
     shards_experts = layout.experts > 1 and layout.size("efsdp") > 1
@@ -61,8 +68,10 @@ def _row(name: str, count: int, parameter: ParameterSpec, layout: Layout) -> dic
 
     row["tied"] = ""
     if parameter.tied:
-        more = len(parameter.tied) - 1
-        row["tied"] = f"also {parameter.tied[0]}" + (f" and {more} more" if more else "")
+        first, *others = parameter.tied
+        row["tied"] = f"also {first}"
+        if others:
+            row["tied"] += f" and {len(others)} more"
     return row
 
 
@@ -84,8 +93,8 @@ def _largest_and_smallest(shapes: Iterable[Shape]) -> dict[str, list[int]]:
 
 def _shape_text(shapes: Iterable[Shape]) -> str:
     """`65 to 64 x 24`: 65 x 24 on some ranks, 64 x 24 on the rank with the least."""
-    ends = _largest_and_smallest(shapes)
+    sizes = _largest_and_smallest(shapes)
     dims = []
-    for most, least in zip(ends["largest"], ends["smallest"], strict=True):
-        dims.append(str(most) if most == least else f"{most} to {least}")
+    for largest, smallest in zip(sizes["largest"], sizes["smallest"], strict=True):
+        dims.append(f"{largest}" if largest == smallest else f"{largest} to {smallest}")
     return " x ".join(dims)

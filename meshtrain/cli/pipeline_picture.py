@@ -14,16 +14,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-QUIET, GROUND = "#7a8194", "#eef0f5"
+QUIET = "#7a8194"  # of text that explains
+GROUND = "#eef0f5"  # of a lane
 
 # Lengths are inches, and y runs down.
-LEFT, RIGHT, TOP = 0.85, 0.3, 0.2  # margins
-TITLE, LANE, GAP, AXIS, LEGEND = 0.36, 0.25, 0.16, 0.4, 0.35  # heights
-NARROWEST, WIDEST = 8.0, 30.0  # of the picture
-TICKS = 0.8  # at least so far from each other
+LEFT = 0.85  # margins
+RIGHT = 0.3
+TOP = 0.2
+TITLE = 0.36  # heights
+LANE = 0.25
+GAP = 0.16
+AXIS = 0.4
+LEGEND = 0.35
+NARROWEST = 8.0  # widths of the picture
+WIDEST = 30.0
+TICKS = 0.8  # the least distance of two ticks
+
 # Sizes of text are points.
-TEXT, SMALL = 12.0, 10.0
-LABELS = 5.0, 9.0  # the labels of boxes are as large as the shortest boxes allow
+TEXT = 12.0
+SMALL = 10.0
+SMALLEST_LABEL = 5.0  # the labels of boxes are as large as the shortest boxes allow
+LARGEST_LABEL = 9.0
 DIGIT = 0.64 / 72  # width of a digit in text of one point
 
 
@@ -45,11 +56,9 @@ def picture(records: Sequence[Record]) -> "Figure":
     short, _ = terminal.short_time(records)
     # A text of n digits is n * DIGIT * size wide: it fills 90 % of a short box at
     fitting = 0.9 * (short * scale) / (_digits(records) * DIGIT)
-    smallest, largest = LABELS
-    label_size = min(max(fitting, smallest), largest)
+    label_size = min(max(fitting, SMALLEST_LABEL), LARGEST_LABEL)
     drawing = _Drawing(axes, records, scale, label_size)
 
-    ticks = drawing.ticks()
     y = TOP
     for record in records:
         middle = y + TITLE / 2
@@ -57,16 +66,8 @@ def picture(records: Sequence[Record]) -> "Figure":
         drawing.write(width - RIGHT, middle, _summary(record, records), ha="right")
         y += TITLE
         drawing.lanes(record, y)
-        bottom = y + record.timeline.ranks * LANE
-        for x in ticks:
-            axes.plot([x, x], [y, bottom], color="white", linewidth=0.9, zorder=2)
-        y = bottom + GAP
-
-    axis_y = y - GAP / 2 + AXIS / 2
-    for x, text in ticks.items():
-        drawing.write(x, axis_y, text, ha="center")
-    _, unit = terminal.unit_of(records)
-    drawing.write(LEFT - 0.1, axis_y, unit or "time", ha="right")
+        y += record.timeline.ranks * LANE + GAP
+    drawing.axis(y - GAP / 2 + AXIS / 2)
     drawing.legend(height - LEGEND / 2 - 0.05)
     return figure
 
@@ -75,13 +76,14 @@ def _width(records: Sequence[Record]) -> float:
     """The width with which short actions have room for their numbers, and titles fit."""
     longest = max(record.timeline.makespan for record in records)
     short, _ = terminal.short_time(records)
-    _, largest = LABELS
-    box = _digits(records) * largest * DIGIT + 0.08
-    widths = [longest / short * box]
+    short_box = _digits(records) * LARGEST_LABEL * DIGIT + 0.08
+    widths = [longest / short * short_box]
     for record in records:
         title = _length(record.title, TEXT, "bold")
-        widths.append(title + _length(_summary(record, records), SMALL) + 0.4)
-    return min(max(LEFT + max(widths) + RIGHT, NARROWEST), WIDEST)
+        summary = _length(_summary(record, records), SMALL)
+        widths.append(title + 0.4 + summary)
+    width = LEFT + max(widths) + RIGHT
+    return min(max(width, NARROWEST), WIDEST)
 
 
 def _digits(records: Sequence[Record]) -> int:
@@ -93,9 +95,13 @@ def _summary(record: Record, records: Sequence[Record]) -> str:
     timeline = record.timeline
     factor, unit = terminal.unit_of(records)
     makespan = f"{terminal.number(timeline.makespan * factor)} {unit}".rstrip()
+    idle = f"{100 * timeline.idle_share:.1f} %"
     peaks = timeline.peak_activations
-    peak = " ".join(map(str, peaks)) if len(peaks) <= 8 else f"at most {max(peaks)}"
-    return f"makespan {makespan},  idle {100 * timeline.idle_share:.1f} %,  peak activations {peak}"
+    if len(peaks) <= 8:
+        peak = " ".join(str(of_rank) for of_rank in peaks)
+    else:
+        peak = f"at most {max(peaks)}"
+    return f"makespan {makespan},  idle {idle},  peak activations {peak}"
 
 
 @dataclass(frozen=True)
@@ -108,15 +114,15 @@ class _Drawing:
     label_size: float  # points
 
     def lanes(self, record: Record, top: float) -> None:
-        """A lane for each rank, with a box for each action."""
+        """A lane for each rank, with a box for each action, and lines through the ticks."""
         start = record.timeline.start
         for rank, row in enumerate(record.timeline.events):
             y = top + rank * LANE
             middle = y + LANE / 2
             lane = (y + 0.01, LANE - 0.02)  # where it begins, and its height
-            ground = [(LEFT, record.timeline.makespan * self.scale)]
+            whole = (LEFT, record.timeline.makespan * self.scale)
             self.write(LEFT - 0.1, middle, f"rank {rank}", ha="right")
-            self.axes.broken_barh(ground, lane, color=GROUND, linewidth=0, zorder=1)
+            self.axes.broken_barh([whole], lane, color=GROUND, linewidth=0, zorder=1)
 
             # All boxes of a colour are one object, since a timeline may have many thousands.
             boxes: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -128,12 +134,24 @@ class _Drawing:
                 length = event.duration * self.scale
                 boxes[colour].append((x, length))
                 label = str(event.action.microbatch)
-                if len(label) * self.label_size * DIGIT < length:
-                    self.write(x + length / 2, middle, label, ink, self.label_size, ha="center")
+                has_room = len(label) * self.label_size * DIGIT < length
+                if has_room:
+                    centre = x + length / 2
+                    self.write(centre, middle, label, ink, self.label_size, ha="center")
             for colour, spans in boxes.items():
                 self.axes.broken_barh(
                     spans, lane, facecolor=colour, edgecolor="white", linewidth=0.8, zorder=3
                 )
+        bottom = top + record.timeline.ranks * LANE
+        for x in self.ticks():
+            self.axes.plot([x, x], [top, bottom], color="white", linewidth=0.9, zorder=2)
+
+    def axis(self, y: float) -> None:
+        """The time at each tick."""
+        for x, text in self.ticks().items():
+            self.write(x, y, text, ha="center")
+        _, unit = terminal.unit_of(self.records)
+        self.write(LEFT - 0.1, y, unit or "time", ha="right")
 
     def ticks(self) -> dict[float, str]:
         """x -> the time there, at round numbers."""
@@ -152,7 +170,8 @@ class _Drawing:
     def legend(self, y: float) -> None:
         """The colours of each kind of action, one for each of a rank's stages."""
         chunks = terminal.chunks_of(self.records)
-        x, side = LEFT, 0.17
+        side = 0.17
+        x = LEFT
         for kind in terminal.kinds_of(self.records):
             for chunk in range(chunks):
                 colour, _ = terminal.shade(kind, chunk, chunks)

@@ -28,7 +28,8 @@ COLOURS = {
     Kind.WEIGHT_GRAD: "#2a9d8f",
 }
 WORDS = {kind: kind.name.lower().replace("_grad", " gradient") for kind in COLOURS}
-INK, PAPER = "#1f2430", "#ffffff"
+INK = "#1f2430"
+PAPER = "#ffffff"
 _LIGHTEST = 0.45  # intensity of a rank's last stage; its first has the full colour
 _MOST_LINES = 100  # of bands; timelines that need more are drawn smaller
 _WIDEST = 6  # columns of a cell: more would only stretch it
@@ -55,7 +56,8 @@ def timeline_lines(records: Sequence[Record], width: int, coloured: bool) -> lis
     several = len(records) > 1
     lines: list[Text] = []
     for first in range(0, grid.columns, grid.band):
-        band = range(first, min(first + grid.band, grid.columns))
+        end = min(first + grid.band, grid.columns)
+        band = range(first, end)
         for i, record in enumerate(records):
             if i > 0:
                 lines.append(Text())
@@ -63,7 +65,8 @@ def timeline_lines(records: Sequence[Record], width: int, coloured: bool) -> lis
                 lines.append(Text(record.title, "bold"))
             for rank in range(record.timeline.ranks):
                 name = (f"rank {rank}".ljust(margin), "dim")
-                lines.append(Text.assemble(name, *_row(record, rank, band, grid)))
+                cells = _row(record, rank, band, grid)
+                lines.append(Text.assemble(name, *cells))
         lines.append(_axis(band, margin, unit, grid))
         lines.append(Text())
     lines += _legend(records, grid)
@@ -77,10 +80,13 @@ def shade(kind: Kind, chunk: int, chunks: int) -> tuple[str, str]:
     """The colour of an action of a rank's `chunk`-th stage of `chunks`, and that of the text on
     it."""
     # Towards white in equal steps, from the full colour to the lightest.
-    intensity = 1 - (1 - _LIGHTEST) * chunk / max(chunks - 1, 1)
+    step = (1 - _LIGHTEST) / max(chunks - 1, 1)
+    intensity = 1 - step * chunk
     red, green, blue = (round(255 - intensity * (255 - part)) for part in _rgb(COLOURS[kind]))
+
     luma = 0.299 * red + 0.587 * green + 0.114 * blue  # as the eye weighs the three (ITU-R BT.601)
-    return _hex(red, green, blue), PAPER if luma < 150 else INK
+    ink = PAPER if luma < 150 else INK
+    return _hex(red, green, blue), ink
 
 
 def _rgb(colour: str) -> bytes:
@@ -110,8 +116,9 @@ def numbers(values: Sequence[float]) -> list[str]:
     """The same for a column of numbers: all have as many decimals as the largest."""
     if all(map(_whole, values)):
         return [str(round(value)) for value in values]
-    digits = max(0, 3 - math.floor(math.log10(max(map(abs, values)))))
-    return [f"{value:.{digits}f}" for value in values]
+    largest = max(abs(value) for value in values)
+    decimals = max(0, 3 - math.floor(math.log10(largest)))
+    return [f"{value:.{decimals}f}" for value in values]
 
 
 def _whole(value: float) -> bool:
@@ -136,9 +143,12 @@ def _grid(records: Sequence[Record], width: int, coloured: bool) -> _Grid:
     """The grid, with cells as wide as the terminal allows; folded into bands if labels had no room
     otherwise. A *cell* is the columns of a short action."""
     short, even = short_time(records)
-    cells = max(record.timeline.makespan for record in records) / short
+    longest = max(record.timeline.makespan for record in records)
+    cells = longest / short
     digits = max(len(str(record.microbatches - 1)) for record in records)
-    label = digits + (1 if coloured else 2)  # with the gap, and a letter in place of the colour
+    label = digits + 1  # with the gap
+    if not coloured:
+        label += 1  # the letter in place of the colour
     lines = sum(record.timeline.ranks + 2 for record in records) + 1  # of a band
 
     def columns(cell: float) -> int:
@@ -185,12 +195,14 @@ def short_time(records: Sequence[Record]) -> tuple[float, bool]:
     durations = sorted(event.duration for event in _events(records) if event.duration > 0)
     if not durations:
         return 1.0, True
-    shortest, middle = durations[0], durations[len(durations) // 2]
+    shortest = durations[0]
+    middle = durations[len(durations) // 2]
     ratios = [duration / shortest for duration in durations]
     are_multiples = all(math.isclose(ratio, round(ratio), abs_tol=1e-6) for ratio in ratios)
     if are_multiples and middle <= 8 * shortest:
         return shortest, True
-    return durations[len(durations) // 10], False
+    tenth = durations[len(durations) // 10]
+    return tenth, False
 
 
 def _row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
@@ -243,11 +255,18 @@ class _Box:
 def _coloured(box: _Box) -> list[Cell]:
     """A box in its colour, with its number in the middle."""
     colour, ink = shade(box.kind, box.chunk, box.chunks)
-    room = box.width - 1 if box.has_gap else box.width
-    label = box.label if len(box.label) <= room else ""
-    indent = min((box.width - len(label)) // 2, room - len(label))
-    text = (" " * indent + label).ljust(room)
-    cells: list[Cell] = [(character, Style(bgcolor=colour, color=ink)) for character in text]
+    room = box.width
+    if box.has_gap:
+        room -= 1
+    label = box.label
+    if len(label) > room:
+        label = ""
+
+    middle = (box.width - len(label)) // 2
+    indent = min(middle, room - len(label))
+    text = " " * indent + label
+    style = Style(bgcolor=colour, color=ink)
+    cells: list[Cell] = [(character, style) for character in text.ljust(room)]
     if box.has_gap:
         cells.append((_GAP, Style(color=colour)))
     return cells
@@ -255,12 +274,17 @@ def _coloured(box: _Box) -> list[Cell]:
 
 def _plain(box: _Box) -> list[Cell]:
     """A box in letters: `F3--`; a small letter for a later stage of the rank."""
-    letter = str(box.kind) if box.chunk == 0 else str(box.kind).lower()
+    letter = str(box.kind)
+    if box.chunk > 0:
+        letter = letter.lower()
     if not box.has_gap and not box.label:
         return [(letter, Style())] * box.width
-    room = max(box.width - 1, 1) if box.has_gap else box.width
-    text = f"{letter}{box.label}"[:room].ljust(room, "-").ljust(box.width)
-    return [(character, Style()) for character in text]
+
+    room = box.width
+    if box.has_gap:
+        room = max(box.width - 1, 1)
+    text = f"{letter}{box.label}"[:room].ljust(room, "-")
+    return [(character, Style()) for character in text.ljust(box.width)]
 
 
 def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell]:
@@ -271,12 +295,15 @@ def _mixed_row(record: Record, rank: int, band: range, grid: _Grid) -> list[Cell
     for event in record.timeline.events[rank]:
         chunk = stages.index(event.action.stage)
         colour, _ = shade(event.action.kind, chunk, len(stages))
+        # In columns of the band; it may begin before the band, and end behind it.
         start = grid.column(event.start, record) - band.start
         end = grid.column(event.end, record) - band.start
         first_column = max(math.floor(start), 0)
         end_column = min(math.ceil(end), len(band))
         for column in range(first_column, end_column):
-            shares[column][colour] += min(end, column + 1) - max(start, column)
+            begin_in_column = max(start, column)
+            end_in_column = min(end, column + 1)
+            shares[column][colour] += end_in_column - begin_in_column
     return [_mixed(share, grid.coloured) for share in shares]
 
 
@@ -289,9 +316,10 @@ def _mixed(shares: Mapping[str, float], coloured: bool) -> Cell:
         return _BUSY
     mean = [0.0, 0.0, 0.0]  # red, green, blue
     for colour, share in shares.items():
+        weight = share / busy
         for i, part in enumerate(_rgb(colour)):
-            mean[i] += share / busy * part
-    red, green, blue = map(round, mean)
+            mean[i] += weight * part
+    red, green, blue = (round(part) for part in mean)
     return " ", Style(bgcolor=_hex(red, green, blue))
 
 
@@ -304,9 +332,11 @@ def _axis(band: range, margin: int, unit: tuple[float, str], grid: _Grid) -> Tex
     end = math.ceil(band.stop * per_column / step)
     line = name.ljust(margin)
     for tick in range(first, end):
-        column = margin + round(tick * step / per_column) - band.start
-        line = line.ljust(column) + f"{tick * step:.6g}"
-    return Text(line[: margin + len(band)], "dim")
+        time = tick * step
+        column = margin + round(time / per_column) - band.start
+        line = line.ljust(column) + f"{time:.6g}"
+    width = margin + len(band)
+    return Text(line[:width], "dim")
 
 
 def round_step(least: float) -> float:
@@ -325,10 +355,11 @@ def kinds_of(records: Sequence[Record]) -> list[Kind]:
 
 def chunks_of(records: Sequence[Record]) -> int:
     """The most stages of a rank."""
-    counts = [
-        len(record.stages_of(rank)) for record in records for rank in range(record.timeline.ranks)
-    ]
-    return max(counts)
+    most = 0
+    for record in records:
+        for rank in range(record.timeline.ranks):
+            most = max(most, len(record.stages_of(rank)))
+    return most
 
 
 def _legend(records: Sequence[Record], grid: _Grid) -> list[Text]:
@@ -367,29 +398,36 @@ def _numbers(record: Record, unit: tuple[float, str], titled: bool) -> list[Text
     timeline = record.timeline
     factor, name = unit
     ranks = range(timeline.ranks)
+    names = [f"rank {rank}" for rank in ranks]
     stages = [", ".join(map(str, record.stages_of(rank))) for rank in ranks]
     idle = numbers([time * factor for time in timeline.idle])
     shares = [f"{100 * time / timeline.makespan:.0f} %" for time in timeline.idle]
     idle_in_span = numbers([time * factor for time in timeline.idle_in_span])
     peaks = [str(peak) for peak in timeline.peak_activations]
     columns = [
-        ["", *(f"rank {rank}" for rank in ranks)],
-        ["stages", *stages],
-        ["idle", *idle],
-        ["", *shares],
-        ["idle in span", *idle_in_span],
-        ["peak activations", *peaks],
+        _aligned_left(["", *names]),
+        _aligned_right(["stages", *stages]),
+        _aligned_right(["idle", *idle]),
+        _aligned_right(["", *shares]),
+        _aligned_right(["idle in span", *idle_in_span]),
+        _aligned_right(["peak activations", *peaks]),
     ]
-    # The names of the ranks stand to the left of their column, all else to the right.
-    for i, column in enumerate(columns):
-        width = max(map(len, column))
-        columns[i] = [cell.ljust(width) if i == 0 else cell.rjust(width) for cell in column]
     titles, *rows = ["  ".join(row) for row in zip(*columns, strict=True)]
 
     head = Text(f"{record.title}: " if titled else "", "bold")
     makespan = f"{number(timeline.makespan * factor)} {name}".rstrip()
     head.append(f"makespan {makespan}, {100 * timeline.idle_share:.1f} % of it idle", "not bold")
-    return [head, Text(titles, "dim"), *map(Text, rows)]
+    return [head, Text(titles, "dim"), *(Text(row) for row in rows)]
+
+
+def _aligned_left(column: Sequence[str]) -> list[str]:
+    width = max(len(cell) for cell in column)
+    return [cell.ljust(width) for cell in column]
+
+
+def _aligned_right(column: Sequence[str]) -> list[str]:
+    width = max(len(cell) for cell in column)
+    return [cell.rjust(width) for cell in column]
 
 
 def _events(records: Sequence[Record]) -> Iterator[Event]:

@@ -7,16 +7,11 @@ memory.
 
 import argparse
 import json
-import os
+import math
 import re
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +20,8 @@ from meshtrain.config import Config, spec_of
 from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.schema import DataSection
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
-from meshtrain.errors import InputError, bytes_text, writing
+from meshtrain.errors import InputError, bytes_text, plural, writing
 from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
-from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
 from meshtrain.optim.lr_schedule import warmup_note
@@ -46,6 +40,7 @@ from meshtrain.run.rank_table import (
 )
 
 if TYPE_CHECKING:
+    from meshtrain.foresight.hardware import Hardware
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.modeling.context import ContextCosts
     from meshtrain.modeling.experts import ExpertCosts
@@ -416,6 +411,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu", metavar="NAME", help="predict fit and step time on h100, ..., or a hardware file"
     )
     parser.add_argument(
+        "--fabric",
+        metavar="NAME",
+        help="in another network: efa, infiniband, ethernet, a file, or doctor's --json",
+    )
+    parser.add_argument(
         "--png", metavar="FILE", help="draw memory and step time into a file (.png, .svg or .pdf)"
     )
     parser.add_argument(
@@ -441,11 +441,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
+    networks = read_hardware(arguments.gpu, arguments.fabric)
     plan = make_plan(arguments.config, arguments.overrides, hosts)
     prediction: Prediction | None = None
     lines: list[str] = []
     if not arguments.parameters:
-        prediction, lines = _predicted(plan, arguments.gpu)
+        if networks and hosts is None:
+            _check_fits(plan, networks[0])
+        prediction, lines = _predicted(plan, networks)
     if arguments.png is not None and prediction is not None:
         _draw(plan, prediction, arguments.png)
         lines.append(f"picture: {arguments.png}")
@@ -458,16 +461,55 @@ def _plan(arguments: argparse.Namespace) -> None:
         print("", *lines, sep="\n")
 
 
-def _predicted(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[str]]":
-    """The prediction and lines for people; None and the reason for a model that cannot be
-    traced."""
+def read_hardware(gpu: str | None, fabric: str | None) -> "list[Hardware]":
+    """The hardware that --gpu and --fabric name, and the same with its own links, if these are not
+    taken; empty without --gpu. Raises InputError: no such file."""
+    from meshtrain.foresight.calibrate import with_links
+    from meshtrain.foresight.hardware import load, with_fabric
+
+    if gpu is None:
+        if fabric is not None:
+            raise InputError("--fabric needs --gpu: the GPUs that the network connects")
+        return []
+    hardware = load(gpu)
+    if fabric is None:
+        return [hardware]
+    if not fabric.endswith(".json"):
+        return [with_fabric(hardware, fabric), hardware]
+    measured = with_links(hardware, Path(fabric))
+    return [replace(measured, source=f"{hardware.source}, links of {fabric}"), hardware]
+
+
+def _check_fits(plan: Plan, hardware: "Hardware") -> None:
+    """Raises InputError: no hosts were given, and what a rank keeps does not fit on the fewest."""
+    memory, room = plan.memory, hardware.device.room
+    kept = (
+        memory.weight_bytes
+        + memory.reference_bytes
+        + memory.gradient_bytes
+        + memory.optimizer_bytes
+    )
+    if kept <= room:
+        return
+    whole = kept * plan.layout.world_size
+    # Half of the memory for activations, and hosts of 8.
+    hosts = 2 ** math.ceil(math.log2(max(1.0, whole / (room / 2) / 8)))
+    raise InputError(
+        f"no --hosts given, so this would be a plan for {plural(plan.layout.world_size, 'process')}"
+        f", of which one keeps {bytes_text(kept)} of the {bytes_text(room)} that "
+        f"{hardware.device.name} has for tensors: give --hosts, such as --hosts {hosts}x8"
+    )
+
+
+def _predicted(plan: Plan, networks: "list[Hardware]") -> "tuple[Prediction | None, list[str]]":
+    """The prediction and lines for people; None and the reason for a model that cannot be traced.
+    `networks`: of `read_hardware`."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
-    from meshtrain.foresight.hardware import load
     from meshtrain.foresight.model import without_sequence_parts
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.modeling.kinds import UntracedError
 
-    hardware = None if gpu is None else load(gpu)
+    hardware = networks[0] if networks else None
 
     def predicted(config: Config) -> "tuple[Prediction, list[str]]":
         prediction = Prediction(config, hardware, exact=True)
@@ -491,9 +533,22 @@ def _predicted(plan: Plan, gpu: str | None) -> "tuple[Prediction | None, list[st
         )
     if hardware is not None:
         unit = "tokens" if prediction.is_text else "samples"
-        lines += ["", *step_lines(prediction.step, unit)]
-        lines.append(f"  rates: {hardware.source} of {hardware.device.name}")
+        lines += ["", *step_lines(prediction.step, unit, hardware.band)]
+        lines += [f"  {line}" for line in network_lines(prediction, networks[1:])]
     return prediction, lines
+
+
+def network_lines(prediction: "Prediction", others: "Sequence[Hardware]") -> list[str]:
+    """What the seconds rest on, and what they are in other networks."""
+    from meshtrain.foresight.network import in_network_of, in_usual_order, link_of
+
+    lines = []
+    link = link_of(prediction)
+    if link is not None:
+        lines.append(f"rests on: {link}")
+    lines += [in_network_of(prediction, other) for other in others]
+    lines.append(in_usual_order(prediction))
+    return [line for line in lines if line]
 
 
 def _draw(plan: Plan, prediction: "Prediction", path: str) -> None:
@@ -506,37 +561,6 @@ def _draw(plan: Plan, prediction: "Prediction", path: str) -> None:
         step = prediction.step
     parts = prediction.memory.parts
     write_picture(path, lambda: picture(title, parts, room, step), "plan.png")
-
-
-@contextmanager
-def processes() -> Iterator[ProcessPoolExecutor | None]:
-    """A pool of processes for traces; None if torch could not compute gradients in forked
-    processes, as once a GPU was seen. Raises InputError: a process was killed."""
-    import torch
-
-    can_fork = sys.platform == "linux" and torch.cuda.device_count() == 0
-    count = min(8, len(os.sched_getaffinity(0))) if can_fork else 1
-    if count == 1:
-        yield None
-        return
-    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_process)
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise InputError(
-            "a process that traces was killed, as the kernel does where memory is short"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin_process() -> None:
-    import torch
-
-    # the parent's thread pool does not exist in a forked process, which would wait for it
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    end_with_parent()
 
 
 def _schedule(arguments: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import argparse
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from functools import partial
 from multiprocessing.connection import wait
@@ -17,6 +18,7 @@ from multiprocessing.queues import SimpleQueue
 from meshtrain.config import Config
 from meshtrain.data.prepare import Preparation, loss_share, preparations
 from meshtrain.errors import InputError, plural
+from meshtrain.job.host_limits import usable_cores
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.signals import end_with_parent
 from meshtrain.job.storage import warn
@@ -30,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="override keys of the config"
     )
-    cores = len(os.sched_getaffinity(0))
+    # Elsewhere the system's own libraries may not survive a fork.
+    processes = usable_cores() if sys.platform == "linux" else 1
     parser.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help=f"processes ({cores})"
+        "--workers", type=int, default=processes, metavar="N", help=f"processes ({processes})"
     )
     about = "do only the part of host I (0 to K - 1) of K; hosts need no locks"
     parser.add_argument("--host", type=_share, default=(0, 1), metavar="I/K", help=about)
@@ -72,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _prepare(preparation: Preparation, workers: int, host: int, hosts: int) -> None:
     """Makes a token file, or this host's share of its shards."""
     preparation.take_earlier(_say)
+    preparation.fetch(_say)
     share = len([shard for shard in preparation.missing() if shard % hosts == host])
     processes = min(workers, share)
     if processes > 1:

@@ -12,16 +12,17 @@ be split).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from meshtrain.config.checks import check_chaos, check_rules
-from meshtrain.config.convert import read_section
+from meshtrain.config.convert import convert, read_section
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import ConfigError, ConfigErrors, nearest
 from meshtrain.config.file_checks import check_files
+from meshtrain.config.hub_names import ask_hub, set_commits
 from meshtrain.config.keys import Key, keys_of
 from meshtrain.config.layout_checks import (
     check_groups,
@@ -50,6 +51,7 @@ from meshtrain.config.schema import (
 from meshtrain.config.yaml_reader import Node, apply_overrides, read_file, write
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.job import locate
+from meshtrain.job.hub import HubAnswer
 from meshtrain.layout import AXES, Layout
 
 __all__ = ["Config", "ConfigErrors", "spec_of"]
@@ -75,6 +77,8 @@ class Config:
     file: str = field(default="", compare=False)  # the file's path as errors print it
     # a line to print for each, with its origin
     overrides: tuple[str, ...] = field(default=(), compare=False)
+    # what the hub says of the names that the file has, by the names
+    hub: Mapping[str, HubAnswer] = field(default_factory=dict, compare=False)
     # in the place of the model that the keys describe: it without some blocks, in a trace
     spec: ModelSpec | None = field(default=None, compare=False)
 
@@ -88,6 +92,7 @@ class Config:
         for_training: bool = False,
         device: str | None = None,
         again: bool = False,
+        hub: Mapping[str, HubAnswer] | None = None,
     ) -> "Config":
         """Reads a config file and applies overrides to it.
 
@@ -100,24 +105,21 @@ class Config:
             device: "cpu" or "cuda"; None: not known yet.
             again: the launcher restarted the job, perhaps with fewer processes than `train.chaos`
                 was written for.
+            hub: what the hub says of the config's names, from `ask`; None: it is asked now.
 
         Raises:
             InputError: there is no such file.
             ConfigErrors: all errors of the config.
         """
         errors: list[ConfigError] = []
-        try:
-            path = locate.config_path(name)
-            file = _relative(path)
-            root = read_file(path, file, errors)
-        except OSError as error:
-            raise InputError(str(error)) from error
-        if root is None:
-            raise ConfigErrors(file, errors)
+        path, root, applied = _read_nodes(name, overrides, errors)
+        file = _relative(path)
 
         # Nothing below raises: all that is wrong is reported together.
-        applied = tuple(apply_overrides(root, overrides, errors))
-        draft = _read_sections(root, errors)
+        if hub is None:
+            hub = ask_hub(root, _output(root, path), for_training=for_training)
+        draft = _read_sections(root, errors, hub)
+        set_commits(draft)
         sizes = read_layout(draft)
         layout = None
         if sizes is not None:
@@ -135,6 +137,8 @@ class Config:
         check_chaos(draft, None if again else world_size)
         if for_training:
             check_files(draft)
+        # The model tells it, which may refuse its keys.
+        share_experts = 1 if layout is None or errors else expert_ranks(draft, layout.sizes)
         if errors or sizes is None:
             raise ConfigErrors(file, errors)
 
@@ -142,7 +146,7 @@ class Config:
         if layout is not None:
             if layout.size("cp") > 1:
                 layout = layout.with_context_heads(draft.values["parallel.context_heads"])
-            layout = layout.with_experts(expert_ranks(draft, layout.sizes))
+            layout = layout.with_experts(share_experts)
 
         keys = draft.section("model")
         own = {key: keys.pop(key) for key in OWN_MODEL_KEYS}
@@ -156,8 +160,28 @@ class Config:
             name=path.stem,
             file=file,
             overrides=applied,
+            hub=hub,
             **sections,
         )
+
+    @classmethod
+    def ask(cls, name: str, overrides: Sequence[str] = ()) -> dict[str, HubAnswer]:
+        """What the hub says of the names that a config for training has; empty if it has none, or
+        cannot be read."""
+        path, root, _ = _read_nodes(name, overrides, errors=[])
+        return ask_hub(root, _output(root, path), for_training=True)
+
+    @classmethod
+    def read_key(cls, name: str, overrides: Sequence[str], key: str) -> Any:
+        """The value of one key of a section, before and without the checks that `load` makes of all
+        of them."""
+        _, root, _ = _read_nodes(name, overrides, errors=[])
+        section, _, own = key.partition(".")
+        keys = {own: keys_of(SECTIONS[section])[own]}
+        node = root.get(section, own)
+        if node is None:
+            return keys[own].default
+        return convert(node, keys[own].hint, key, [], keys[own].limits)
 
     def plain(self) -> dict[str, dict[str, Any]]:
         """The sections as a file would give them, in order: section -> key -> value, defaults
@@ -198,10 +222,36 @@ def spec_of(config: Config) -> ModelSpec:
     return model_spec(config.model.name, config.model.keys, config.train.freeze, config.train.lora)
 
 
-def _read_sections(root: Node, errors: list[ConfigError]) -> ConfigDraft:
+def _read_nodes(
+    name: str, overrides: Sequence[str], errors: list[ConfigError]
+) -> tuple[Path, Node, tuple[str, ...]]:
+    """The path of a config, its nodes, and a line for each override. Raises InputError: there is no
+    such file, or it is no YAML."""
+    try:
+        path = locate.config_path(name)
+        root = read_file(path, _relative(path), errors)
+    except OSError as error:
+        raise InputError(str(error)) from error
+    if root is None:
+        raise ConfigErrors(_relative(path), errors)
+    return path, root, tuple(apply_overrides(root, overrides, errors))
+
+
+def _output(root: Node, path: Path) -> Path:
+    """The folder of a run, from the nodes of its config."""
+    node = root.get("train", "output")
+    output = TrainSection.output
+    if node is not None and isinstance(node.value, str):
+        output = node.value
+    return Path(output.replace("{name}", path.stem))
+
+
+def _read_sections(
+    root: Node, errors: list[ConfigError], hub: Mapping[str, HubAnswer]
+) -> ConfigDraft:
     """Reads every section but the layout, value by value."""
     sections = {section: keys_of(cls) for section, cls in SECTIONS.items()}
-    draft = ConfigDraft(root, errors, _elsewhere(sections))
+    draft = ConfigDraft(root, errors, _elsewhere(sections), hub)
     for section, node in root.value.items():
         if section not in NAMES:
             draft.report(node.key_at, _unknown_section(section, draft.elsewhere))

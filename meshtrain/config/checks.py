@@ -12,12 +12,18 @@ from typing import Any
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.keys import seconds
-from meshtrain.config.schema import SINKS, SOURCES, FaultSection, ParamGroupSection, SourceSection
+from meshtrain.config.schema import (
+    OF_TEXT,
+    SINKS,
+    SOURCES,
+    FaultSection,
+    ParamGroupSection,
+    SourceSection,
+)
 from meshtrain.data.order import MOST_SOURCES, BatchSizes, changes_of, whole_weights
 from meshtrain.errors import any_of
 
-_OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")  # sources that are tokenized
-OF_TOKENS = (*_OF_TEXT, "tokens", "megatron")
+OF_TOKENS = (*OF_TEXT, "tokens", "megatron")
 _ROPE = ("model.rope_scaling", "model.rope_parameters")
 
 Problems = Iterator[str]
@@ -254,12 +260,38 @@ def sources_mix(sources: tuple[SourceSection, ...], source: str) -> Problems:
             yield f"data.sources, from step {step} on: {error}"
 
 
+@rule("data.path", "data.validation", "data.source", "data.sources")
+def tokens_in_storage(
+    path: str | None, validation: float | str, source: str, sources: tuple[SourceSection, ...]
+) -> Problems:
+    named = [(own.source or source, own.path) for own in sources] or [(source, path)]
+    named.append((named[0][0], validation if isinstance(validation, str) else None))
+    for kind, each in named:
+        if each is not None and "://" in each and kind in SOURCES and kind != "tokens":
+            yield (
+                f"{each} is in object storage, from which data.source tokens is read, and this is "
+                f"{kind}: copy it to a folder, or upload what `meshtrain prepare` makes of it"
+            )
+
+
 @rule("data.text_field", "data.source", "data.sources")
 def field_of_source(field: str, source: str, sources: tuple[SourceSection, ...]) -> Problems:
     kinds = {source, *(own.source for own in sources)}
-    if field != "text" and not kinds & {"jsonl", "parquet"}:
+    if field != "text" and not kinds & {"jsonl", "parquet", "hub"}:
         yield (
             f"data.source {source} has no fields, of which data.text_field names one: take it away"
+        )
+
+
+@rule("data.split", "data.subset", "data.source", "data.sources")
+def split_of_source(
+    split: str, subset: str | None, source: str, sources: tuple[SourceSection, ...]
+) -> Problems:
+    kinds = {own.source or source for own in sources} or {source}
+    if (split != "train" or subset is not None) and "hub" not in kinds:
+        yield (
+            f"data.split and data.subset are of data sets on the hub, and data.source is {source}: "
+            "take them away (data.validation says what is held out)"
         )
 
 
@@ -326,7 +358,7 @@ def warmup_ends_at_length(
 
 @rule("model.vocab_size", "data.tokenizer", "data.source")
 def bytes_fit_model(vocab_size: int, tokenizer: str, source: str) -> Problems:
-    if source in _OF_TEXT and tokenizer == "bytes" and vocab_size < 256:
+    if source in OF_TEXT and tokenizer == "bytes" and vocab_size < 256:
         yield (
             f"model.vocab_size {vocab_size} is less than the 256 tokens of data.tokenizer bytes: "
             "use at least 256"
@@ -348,7 +380,7 @@ def begin_token_of_source(
     begin: str | None, source: str, sources: tuple[SourceSection, ...]
 ) -> Problems:
     kinds = {own.source or source for own in sources} or {source}
-    if begin is not None and not kinds & set(_OF_TEXT):
+    if begin is not None and not kinds & set(OF_TEXT):
         yield (
             "data.begin_token begins documents of text where they are tokenized, and data.source "
             f"{source} has none: take it away"
@@ -357,7 +389,7 @@ def begin_token_of_source(
 
 @rule("data.loss_on", "data.source", "data.sources")
 def answers_of_source(loss_on: str, source: str, sources: tuple[SourceSection, ...]) -> Problems:
-    if loss_on != "all" and not {source, *(own.source for own in sources)} & {"jsonl"}:
+    if loss_on != "all" and not {source, *(own.source for own in sources)} & {"jsonl", "hub"}:
         yield (
             f"data.loss_on {loss_on} is for conversations, which data.source {source} does not "
             "have: take it away"

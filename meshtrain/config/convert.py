@@ -271,12 +271,15 @@ def path_problem(text: str) -> str | None:
 
 
 def _convert_dict(node: Node, option: Any, target: _Target) -> Any:
-    """A mapping whose keys are free, all values of one type."""
-    arguments = get_args(option)
-    hint = arguments[1] if arguments else Any
+    """A mapping whose keys are free, or integers, all values of one type."""
+    key_hint, hint = get_args(option) or (str, Any)
     values = {}
-    for key, item in node.value.items():
-        values[key] = convert(item, hint, f"{target.name}.{key}", target.errors)
+    for name, item in node.value.items():
+        key = int(name) if key_hint is int and name.isdecimal() else name
+        if key_hint is int and not isinstance(key, int):
+            target.report(item, f"expected keys that are integers, found {yaml_text(name)}")
+            return INVALID
+        values[key] = convert(item, hint, f"{target.name}.{name}", target.errors, target.limits)
     return INVALID if INVALID in values.values() else values
 
 

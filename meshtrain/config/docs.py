@@ -166,7 +166,10 @@ def value_schema(hint: Any, limits: Limits = NO_LIMITS) -> Schema:
         names = {"enum": list(limits.names)}
         if limits.suffix is None:
             return names
-        file = {"type": "string", "pattern": re.escape(limits.suffix) + "$"}
+        pattern = re.escape(limits.suffix) + "$"
+        if limits.hub:
+            pattern += "|^[^/]+/[^/]+$"
+        file = {"type": "string", "pattern": pattern}
         return {"anyOf": [names, file]}
     if is_stepwise(hint):
         step, value = Limits(minimum=0), stepwise_type(hint)

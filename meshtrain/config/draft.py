@@ -1,12 +1,13 @@
 """A config while it is being read: its nodes, the values converted so far, and the errors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshtrain.config.convert import INVALID
 from meshtrain.config.errors import ConfigError, Place
 from meshtrain.config.yaml_reader import Node
+from meshtrain.job.hub import HubAnswer
 
 
 @dataclass
@@ -16,6 +17,8 @@ class ConfigDraft:
     root: Node
     errors: list[ConfigError]
     elsewhere: dict[str, str]  # "steps" -> "train.steps": where keys belong, for "did you mean"
+    # names on the hub, as they are written -> what the hub says of them
+    hub: Mapping[str, HubAnswer] = field(default_factory=dict)
     # "train.steps" -> its value, default, or INVALID
     values: dict[str, Any] = field(default_factory=dict)
 

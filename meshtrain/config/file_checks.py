@@ -9,6 +9,7 @@ from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import nearest
+from meshtrain.config.hub_names import files_of
 from meshtrain.config.schema import SOURCES, ReferenceSection
 from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
@@ -20,7 +21,7 @@ def check_files(draft: ConfigDraft) -> None:
     source = draft.values.get("data.source", INVALID)
     _check_data(draft, source)
     if source in OF_TOKENS:
-        _check_path_or_word(draft, "data.tokenizer", ("bytes",))
+        _check_tokenizer(draft)
     _check_path_or_word(draft, "checkpoint.resume", ("latest", "none"))
 
     start = draft.values.get("model.weights", INVALID)
@@ -63,6 +64,19 @@ def _check_data_path(draft: ConfigDraft, key: str, source: str, path: Any) -> No
             return
 
 
+def _check_tokenizer(draft: ConfigDraft) -> None:
+    name = draft.values.get("data.tokenizer")
+    files = files_of(draft, name) if isinstance(name, str) else None
+    if files is None:
+        _check_path_or_word(draft, "data.tokenizer", ("bytes",))
+    elif weights.TOKENIZER not in files:
+        draft.refuse(
+            "data.tokenizer",
+            f"{name} has no {weights.TOKENIZER}: convert its tokenizer (in transformers: "
+            "AutoTokenizer.from_pretrained, then save_pretrained), and name that file",
+        )
+
+
 def _check_path_or_word(draft: ConfigDraft, key: str, words: tuple[str, ...]) -> None:
     """Reports a value that is neither one of the words nor a path that exists."""
     value = draft.values.get(key)
@@ -93,8 +107,12 @@ def _check_path(draft: ConfigDraft, key: str, path: Any, words: tuple[str, ...] 
 
 def _check_weights(draft: ConfigDraft, key: str, path: str) -> None:
     try:
-        # A checkpoint's manifest is checked with the model's keys.
-        if find_checkpoint(path) is None:
+        # A checkpoint's manifest is checked with the model's keys, and what the hub has before it
+        # is read.
+        files = files_of(draft, path)
+        if files is not None:
+            weights.require_safetensors(path, files)
+        elif find_checkpoint(path) is None:
             weights.stored(Path(path).expanduser())
     except InputError as error:
         draft.refuse(key, error)

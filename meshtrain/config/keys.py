@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from meshtrain.errors import any_of, yaml_text
+from meshtrain.job.hub import hub_name
 
 # Where the declaration of a key stands in the metadata of its field, which may have more of others.
 _DECLARED = "meshtrain.key"
@@ -32,13 +33,15 @@ class Limits:
     names: tuple[str, ...] = ()  # a string must be one of these, ...
     suffix: str | None = None  # ... or the path of a file with this suffix
     path: bool = False  # a string is the path of a file or folder
+    hub: bool = False  # ... or a name on the Hugging Face hub
     instead: tuple[str, str] = ("", "")  # values of other frameworks, and the equivalent here
 
     def hold(self, value: float | str) -> bool:
         """Whether a value is within the limits."""
         if isinstance(value, str):
             is_file = self.suffix is not None and value.endswith(self.suffix)
-            return not self.names or value in self.names or is_file
+            is_on_hub = self.hub and hub_name(value) is not None
+            return not self.names or value in self.names or is_file or is_on_hub
         return (
             math.isfinite(value)
             and (self.minimum is None or value >= self.minimum)
@@ -125,7 +128,7 @@ def _is_supported(hint: Any) -> bool:
     if origin in (list, tuple):
         return all(argument is Ellipsis or _is_supported(argument) for argument in arguments)
     if origin is dict:
-        return arguments[0] in (str, Any) and _is_supported(arguments[1])
+        return arguments[0] in (str, int, Any) and _is_supported(arguments[1])
     return origin is Literal or is_mapping(hint) or hint in _PLAIN_TYPES
 
 
@@ -178,7 +181,8 @@ def _describe_option(option: Any, limits: Limits) -> str:
         names = _one_of(limits.names)
         if limits.suffix is None:
             return names
-        return f"{names}, or the path of a file that ends in {limits.suffix}"
+        on_hub = ", or a name on the hub, such as org/name" if limits.hub else ""
+        return f"{names}, or the path of a file that ends in {limits.suffix}{on_hub}"
     if is_stepwise(option):
         value = _describe_option(stepwise_type(option), limits)
         return f"a list of changes [[0, value], [step, value]] with {value}"

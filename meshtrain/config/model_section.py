@@ -9,7 +9,8 @@ from a checkpoint's manifest.
 
 import dataclasses
 import json
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from meshtrain.checkpoint.directory import MANIFEST, find_checkpoint, open_manif
 from meshtrain.config.convert import INVALID, convert, describe_unknown_key, meant_key
 from meshtrain.config.draft import ConfigDraft
 from meshtrain.config.errors import Place, nearest
+from meshtrain.config.hub_names import with_commit
 from meshtrain.config.keys import Key, describe_type, keys_of
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.config.yaml_reader import Node, describe, read_text
@@ -33,6 +35,7 @@ from meshtrain.huggingface.rope_keys import (
     split_rope,
 )
 from meshtrain.job import locate
+from meshtrain.job.hub import local_path
 
 # Advice for keys of `only` for which using the supported value is no way out.
 _WAYS_OUT = {
@@ -137,6 +140,10 @@ class _ModelReader:
         draft = self.draft
         count_before = len(draft.errors)
         given = self._read_given(self.node, self.own)
+        if "path" in self.keys:  # a folder with a config.json
+            path = with_commit(draft, "model.path", given.get("path"))
+            if path is not given.get("path"):
+                given["path"] = path if path is INVALID else str(local_path(path))
         has_both_ropes = self.keys.keys() >= BOTH_FORMS
         if has_both_ropes and INVALID not in given.values():
             for names, problem in rope_contradictions(given):
@@ -220,7 +227,7 @@ class _ModelReader:
 
     def _beside_weights(self) -> dict[str, Any]:
         """The keys stored beside `model.weights`. Replaces a run's folder by its newest checkpoint
-        in the resolved config."""
+        in the resolved config, and a name on the hub by that of a commit."""
         draft = self.draft
         name = draft.values["model.weights"]
         if name is None or name is INVALID:
@@ -232,9 +239,14 @@ class _ModelReader:
                 place, "model.preset and model.weights both give the sizes: take one of them away"
             )
 
-        folder = Path(name).expanduser()
+        name = with_commit(draft, "model.weights", name)
+        draft.values["model.weights"] = name
+        if name is INVALID:
+            return {}
+
         values: dict[str, Any] = {}
         try:
+            folder = local_path(name)
             checkpoint = find_checkpoint(folder)
             if checkpoint is not None:
                 values = self._of_checkpoint(place, checkpoint)
@@ -296,7 +308,11 @@ class _ModelReader:
         values = self._read_given(node, {})
         if len(draft.errors) > count_before:
             return {}
-        return self.module.from_hugging_face(values)
+        keys = self.module.from_hugging_face(values)
+        if keys.get("num_nextn_predict_layers"):
+            with suppress(InputError):  # of files that cannot be read: others report it
+                keys["num_nextn_predict_layers"] = _stored_predictions(keys, folder)
+        return keys
 
     def _report_missing(self, known: Set[str]) -> None:
         """Reports required keys that nothing gives, unless what was to give them is wrong."""
@@ -339,6 +355,17 @@ class _ModelReader:
                 if self.draft.values[source]:
                     return source
         return f"model.{key}"
+
+
+def _stored_predictions(keys: Mapping[str, Any], folder: Path) -> int:
+    """How many of the layers that predict further tokens a folder has: transformers writes their
+    number into each config.json, and leaves them out of its files. `keys`: of config.json."""
+    names: set[str] = set()
+    for entries in weights.stored(folder).values():
+        names |= entries.keys()
+    first = keys["num_hidden_layers"]
+    last = first + keys["num_nextn_predict_layers"]
+    return sum(f"model.layers.{layer}.eh_proj.weight" in names for layer in range(first, last))
 
 
 def _is_same(value: Any, other: Any) -> bool:

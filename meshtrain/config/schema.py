@@ -23,12 +23,14 @@ SOURCES: dict[str, str | None] = {
     "text": "a text file, or a folder of .txt and .md files",
     "jsonl": "a .jsonl file, plain or packed (.gz, .zst), or a folder of them",
     "parquet": "a .parquet file, or a folder of them",
-    "tokens": "the folder of a token file",
+    "hub": "a data set of the Hugging Face hub, as org/name or org/name@revision",
+    "tokens": "the folder of a token file, or its URL in object storage, such as s3://bucket/folder",
     "megatron": "the prefix of a .bin and an .idx file",
     "digits": None,
     "mnist": "the folder of MNIST's idx files",
     "images": "a folder with one folder of images per class",
 }
+OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet", "hub")  # sources that are tokenized
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,8 @@ class ModelSection:
         path=True,
         also="pretrained pretrained_model_name_or_path model_name_or_path checkpoint init_from",
     )
-    """A Hugging Face directory or a checkpoint to start from. Keys not given here come from its
-    config."""
+    """What to start from: a Hugging Face directory, a checkpoint, or a model of the hub
+    (`org/name`, `org/name@revision`). Keys not given here come from its config."""
     # the model's Config: given, from preset or weights, or default
     keys: dict[str, Any] = field(default_factory=dict)
 
@@ -77,6 +79,10 @@ class SourceSection:
     at its start."""
     source: str | None = key(None, names=tuple(SOURCES), also="type kind")
     """The kind of this source, one of text or tokens. null: the value of `data.source`."""
+    subset: str | None = None
+    """Same as `data.subset`, for this source. null: the value of `data.subset`."""
+    split: str | None = None
+    """Same as `data.split`, for this source. null: the value of `data.split`."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +104,20 @@ class DataSection:
         path=True,
         also="data_path file dataset_path dir root",
     )
+    subset: str | None = key(None, also="dataset_config dataset_config_name config_name")
+    """For `hub`: the configuration of the data set, where it has several."""
+    split: str = key("train", also="train_split dataset_split")
+    """For `hub`: the split that is trained on."""
     sources: tuple[SourceSection, ...] = key((), also="mixture blend data_mixture datasets")
     """Several sources to mix, instead of `path`; the keys of each are below."""
     validation: float | str = key(
-        0.02, path=True, minimum=0, below=1, also="val valid split validation_split"
+        0.02, path=True, minimum=0, below=1, also="val valid validation_split"
     )
     """The validation set: a share of the documents or samples to hold out, the path of another data
-    set, or 0: none."""
-    tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True)
-    """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
+    set (for `hub` the name of another split), or 0: none."""
+    tokenizer: str = key("bytes", names=("bytes",), suffix=".json", path=True, hub=True)
+    """`bytes`, the path of a Hugging Face `tokenizer.json`, or a model of the hub that has one
+    (`org/name`)."""
     begin_token: str | None = key(None, also="bos_token add_bos bos prepend_bos begin_of_text")
     """The token that begins each document and prompt: `auto` (the `bos_token` of the
     `tokenizer_config.json` beside `tokenizer`) or a token of the vocabulary, such as `<s>`. It is
@@ -120,7 +131,7 @@ class DataSection:
     """Which of a conversation's answers carry a loss: `all`, or only the `last`; none with `train:
     false` does."""
     text_field: str = key("text", also="text_key text_column content_field")
-    """For `jsonl` and `parquet`: the field that holds the text of a document."""
+    """For `jsonl`, `parquet` and `hub`: the field or column that holds the text of a document."""
     seq_len: int = key(
         256, minimum=1, also="sequence_length seq_length context_length block_size max_seq_len"
     )
@@ -140,9 +151,13 @@ class DataSection:
     """Height and width, in pixels, to which images are resized. null: as they are; required for
     `images`."""
     workers: int = key(2, minimum=0, also="num_workers")
-    """Worker processes per rank that read data ahead. 0 reads in the training process."""
+    """Worker processes per rank that read data ahead. 0 reads in the training process, as macOS
+    always does."""
     cache: str | None = key(None, path=True, also="cache_dir")
     """The folder of prepared token files. null: `meshtrain` in the user's cache folder."""
+    cache_gib: float = key(100.0, above=0, also="cache_size cache_limit")
+    """For `tokens` in object storage: how many GiB of a source's tokens each host keeps in
+    `cache`."""
 
     def each_source(self) -> "list[DataSection]":
         """One section per source, as if it were alone; a validation set given by a path goes to the
@@ -156,6 +171,8 @@ class DataSection:
                     sources=(),
                     source=own.source or self.source,
                     path=own.path,
+                    subset=own.subset or self.subset,
+                    split=own.split or self.split,
                     validation=validation,
                 )
             )
@@ -223,6 +240,14 @@ class ParallelSection:
     under an even load, so that the host waits for the device only at the end of a step. No row is
     dropped: a step that overflows is computed again. null: the exact sizes, for which the host
     waits once per layer and forward."""
+    offload: Literal["none", "optimizer", "activations", "both"] = key(
+        "none",
+        also="cpu_offload offload_optimizer optimizer_cpu_offload activation_offloading "
+        "cpu_offloading activations_cpu_offload",
+    )
+    """What waits in the host's memory instead of the device's: `optimizer`: the optimizer's states
+    and averages, which an update brings to the device some at a time; `activations`: what blocks
+    save for their backward. Results are the same to the bit. See docs/performance.md."""
     recompute: Literal["none", "selective", "full"] = key(
         "none", also="activation_checkpointing gradient_checkpointing checkpoint_activations"
     )
@@ -364,8 +389,8 @@ class ReferenceSection:
     """A frozen second model, whose outputs the model file's `loss` gets. See docs/losses.md."""
 
     weights: str = key(path=True, also="model_name_or_path pretrained path checkpoint")
-    """A Hugging Face directory or a checkpoint, read as `model.weights` is: of the same model, with
-    the same sizes."""
+    """A Hugging Face directory, a checkpoint or a model of the hub, read as `model.weights` is: of
+    the same model, with the same sizes."""
 
 
 @dataclass(frozen=True)
@@ -419,6 +444,12 @@ class TrainSection:
     )
     """The factor of `logsumexp(logits)`² in the loss of each target, such as 1e-4, which keeps the
     logits of the output from growing. Evaluations leave it out."""
+    mtp_loss_scaling_factor: float | tuple[tuple[int, float], ...] = key(
+        0.1, minimum=0, also="mtp_loss_weight mtp_loss_coef mtp_loss_lambda mtp_lambda"
+    )
+    """Of a model that predicts further tokens: what the mean of these losses counts beside the
+    loss. A list of changes, such as `[[0, 0.3], [50000, 0.1]]`, is the weight from these steps
+    on."""
     precision: Literal["float32", "bfloat16", "float16", "float64"] = key(
         "float32", also="dtype torch_dtype mixed_precision bf16 fp16"
     )

@@ -315,6 +315,8 @@ class _Composer:
         if node.broken:
             return None
         name = node.value
+        if type(name) is int:
+            name = str(name)  # as JSON has it
         if not isinstance(name, str):
             self.report(
                 node.at,

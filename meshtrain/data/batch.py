@@ -42,12 +42,15 @@ class Batch:
             None: all rows are samples, and their indices are not known.
         together: how many samples this microbatch has on all data ranks, where it is all of a step;
             None: it is a part of one.
+        ahead: for a model that predicts further tokens (`looking_ahead`), (b, s, depths, 2) int64:
+            the token that is so many further, and its target; None: for others.
     """
 
     tensors: Mapping[str, Input]
     targets: Any
     samples: tuple[int, ...] | None = None
     together: int | None = None
+    ahead: Tensor | None = None
 
     @classmethod
     def of(
@@ -86,7 +89,9 @@ class Batch:
     def apply(self, function: Callable[[Any], Any]) -> "Batch":
         """The batch with `function` applied to each of its tensors and AttentionContexts."""
         tensors = {name: None if x is None else function(x) for name, x in self.tensors.items()}
-        return replace(self, tensors=tensors, targets=each_target(function, self.targets))
+        targets = each_target(function, self.targets)
+        ahead = None if self.ahead is None else function(self.ahead)
+        return replace(self, tensors=tensors, targets=targets, ahead=ahead)
 
     def along_sequence(
         self,
@@ -112,8 +117,10 @@ class Batch:
             return change(x, dim)
 
         tensors = {name: changed(name, x, function) for name, x in self.tensors.items()}
-        targets = each_target(lambda x: changed("targets", x, of_targets or function), self.targets)
-        return replace(self, tensors=tensors, targets=targets)
+        of_targets = of_targets or function
+        targets = each_target(lambda x: changed("targets", x, of_targets), self.targets)
+        ahead = None if self.ahead is None else of_targets(self.ahead, 1)
+        return replace(self, tensors=tensors, targets=targets, ahead=ahead)
 
     def sequence_shape(self) -> torch.Size | None:
         """(b, s), the shape of what there is one of for each token; None: no sequences."""
@@ -131,6 +138,40 @@ class Batch:
             return x.narrow(dim, 0, min(length, x.shape[dim])).contiguous()
 
         return self.along_sequence(cut)
+
+    def looking_ahead(self, depths: int) -> "Batch":
+        """The batch with `ahead`: for each token and depth k the token that is k further, and its
+        target. Both are IGNORE where the sequence ends before, or the document, if documents are
+        kept apart.
+
+        To be called on whole sequences: parts of them are cut from the result.
+
+        Raises InputError: the batch does not have one target per token.
+        """
+        if depths == 0:
+            return self
+        tokens = self.tensors.get("tokens")
+        if not _one_for_each_token(tokens) or not _one_for_each_token(self.targets):
+            raise InputError(
+                "a model that predicts further tokens learns from whole numbers, a token and its "
+                "target at each place, and this batch has others: use a model without such layers "
+                "(model.num_nextn_predict_layers: 0)"
+            )
+        assert isinstance(tokens, Tensor)
+        documents = self.tensors.get("documents")
+        if isinstance(documents, AttentionContext):
+            documents = documents.documents
+
+        length = tokens.shape[1]
+        ahead = tokens.new_full((*tokens.shape, depths, 2), IGNORE)
+        ends = torch.zeros_like(tokens, dtype=torch.bool)  # whether the document ends before
+        for depth in range(1, min(depths, length - 1) + 1):
+            here, there = slice(0, length - depth), slice(depth, length)
+            if documents is not None:
+                ends[:, here] |= documents[:, here] != documents[:, there]
+            pair = torch.stack([tokens[:, there], self.targets[:, there]], dim=-1)
+            ahead[:, here, depth - 1] = pair.masked_fill(ends[:, here, None], IGNORE)
+        return replace(self, ahead=ahead)
 
     def with_context(self) -> "Batch":
         """The batch with an `AttentionContext` in place of documents, for a model that takes
@@ -158,10 +199,11 @@ class Batch:
             return x.to(device, None if is_ids else dtype, non_blocking=True)
 
         tensors = {name: moved(x) for name, x in self.tensors.items()}
+        ahead = moved(self.ahead)
         targets = self.targets
         if with_targets:
             targets = each_target(lambda x: x.to(device, non_blocking=True), targets)
-        return replace(self, tensors=tensors, targets=targets)
+        return replace(self, tensors=tensors, targets=targets, ahead=ahead)
 
     def pin_memory(self) -> "Batch":
         """The batch in pinned memory; torch's DataLoader calls this in its pinning thread."""
@@ -195,9 +237,9 @@ def _of_tokens(inputs: Sequence[Input], targets: Targets) -> bool:
     return not isinstance(targets, Tensor) or targets.shape[:2] == first.shape
 
 
-def _one_for_each_token(targets: Targets) -> bool:
-    """Whether targets are whole numbers (b, s)."""
-    return isinstance(targets, Tensor) and targets.ndim == 2 and not targets.is_floating_point()
+def _one_for_each_token(x: Any) -> bool:
+    """Whether targets, or tokens, are whole numbers (b, s)."""
+    return isinstance(x, Tensor) and x.ndim == 2 and not x.is_floating_point()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,10 @@ class CustomSamples(Samples):
         return len(self._dataset)
 
     def item(self, index: int, epoch: int) -> Item:
-        item = self._dataset.item(index, epoch) if self._by_epoch else self._dataset[index]
+        if self._by_epoch:
+            item = self._dataset.item(index, epoch)
+        else:
+            item = self._dataset[index]
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise InputError(
                 f"{self.name}: item {index} is {type(item).__name__}, expected a pair (inputs, "
@@ -60,6 +63,7 @@ class CustomSamples(Samples):
         if not isinstance(given, (tuple, list)):
             given = (given,)
         inputs = tuple(None if x is None else torch.as_tensor(x) for x in given)
+
         problem = None
         if self.own_loss:
             target, problem = _any_target(target)
@@ -72,10 +76,12 @@ class CustomSamples(Samples):
             raise InputError(f"{self.name}: item {index}: {problem}")
         if not self.own_loss:
             target = target.long()
-        # Text whose positions count from its beginning, and which is one document.
+
+        # Tokens alone: positions count from their beginning, and they are one document.
         if len(inputs) == 1 and is_text(inputs, target, self.own_loss):
-            assert inputs[0] is not None
-            inputs = (inputs[0], torch.arange(len(inputs[0])), None)
+            tokens = inputs[0]
+            assert tokens is not None
+            inputs = (tokens, torch.arange(len(tokens)), None)
         return inputs, target
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> Batch | Packed:
@@ -86,30 +92,40 @@ class CustomSamples(Samples):
         return batch
 
     def _check_targets(self, batch: Batch, items: Sequence[tuple[int, int]]) -> None:
+        """Raises InputError at a target that is no output of the model."""
         if self.own_loss:
             return
         wrong = (batch.targets < 0) & (batch.targets != IGNORE)
         if self.n_outputs is not None:
             wrong |= batch.targets >= self.n_outputs
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0, 0])
-            target = int(batch.targets[wrong][0])
-            raise InputError(
-                f"{self.name}: the target {target} of sample {items[row][1]} is outside of the "
-                f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or "
-                f"{IGNORE} for no loss"
-            )
+        if not bool(wrong.any()):
+            return
+        first = _first(wrong)
+        _, index = items[first[0]]
+        target = int(batch.targets[first])
+        raise InputError(
+            f"{self.name}: the target {target} of sample {index} is outside of the "
+            f"model's {self.n_outputs} outputs: expected 0 to {(self.n_outputs or 0) - 1}, or "
+            f"{IGNORE} for no loss"
+        )
 
     def _check_tokens(self, batch: Batch, items: Sequence[tuple[int, int]]) -> None:
+        """Raises InputError at a token that the vocabulary does not have."""
         tokens = batch.tensors.get("tokens")
         if self.vocab_size is None or not isinstance(tokens, torch.Tensor):
             return
         wrong = (tokens < 0) | (tokens >= self.vocab_size)
-        if bool(wrong.any()):
-            first = tuple(wrong.nonzero()[0].tolist())  # the row comes first
-            _, index = items[first[0]]
-            place = f"{self.name}: sample {index}"
-            raise outside_vocabulary(place, int(tokens[first]), self.vocab_size, None)
+        if not bool(wrong.any()):
+            return
+        first = _first(wrong)
+        _, index = items[first[0]]
+        place = f"{self.name}: sample {index}"
+        raise outside_vocabulary(place, int(tokens[first]), self.vocab_size, None)
+
+
+def _first(marked: torch.Tensor) -> tuple[int, ...]:
+    """Where the first marked element is, its row before all else."""
+    return tuple(marked.nonzero()[0].tolist())
 
 
 WHOLE_OR_LOSS = (

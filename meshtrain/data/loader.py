@@ -6,6 +6,7 @@ them.
 
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -293,6 +294,10 @@ class _Loader:
         # GPUs copy faster from pinned memory, and while they compute.
         self._pins = torch.cuda.is_available()
 
+        if sys.platform != "linux":
+            # The system's own libraries may not survive a fork (macOS), and what is read does not
+            # depend on who reads it.
+            workers = 0
         reading_ahead: dict[str, Any] = {}
         if workers:
             reading_ahead = {

@@ -48,8 +48,9 @@ class MixedSamples(Samples):
         rows = []
         for epoch, index in items:
             source, own = self._place(index)
-            rows.append(self.parts[source].read([(epoch, own)], 1))
-        return PackedTokens.together(rows, tuple(index for _, index in items[:valid]))
+            rows.append(self.parts[source].read([(epoch, own)], valid=1))
+        samples = tuple(index for _, index in items[:valid])
+        return PackedTokens.together(rows, samples)
 
     def loss_targets(self) -> dict[str, LossTargets]:
         by_source = {}
@@ -60,7 +61,8 @@ class MixedSamples(Samples):
 
     def document_lengths(self, indices: Sequence[int]) -> np.ndarray | None:
         known = []
-        for source, own in map(self._place, indices):
+        for index in indices:
+            source, own = self._place(index)
             lengths = self.parts[source].document_lengths([own])
             if lengths is not None:
                 known.append(lengths)
@@ -111,8 +113,9 @@ def about_mixture(config: "Config", train: Samples, steps: int) -> list[str]:
         return []
     taken = mixture.taken(config.batch.sizes.before(steps))
     total = max(sum(taken), 1)
-    return [
-        f"mixture: {100 * count / total:.4g} % {own.name}, {plural(count, 'sample')}, "
-        f"{count / size:.3g} passes"
-        for own, size, count in zip(config.data.sources, mixture.sizes, taken, strict=True)
-    ]
+    lines = []
+    for own, size, count in zip(config.data.sources, mixture.sizes, taken, strict=True):
+        share = f"{100 * count / total:.4g} %"
+        passes = f"{count / size:.3g} passes"
+        lines.append(f"mixture: {share} {own.name}, {plural(count, 'sample')}, {passes}")
+    return lines

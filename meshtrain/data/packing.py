@@ -6,14 +6,19 @@ or more slices of it. Runs are few where a split takes neighbouring documents, a
 are documents where it picks single ones: so numpy looks up the runs of many samples at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from meshtrain.data.batch import IGNORE, LANGUAGE, Batch, Item, LossTargets, Samples
 from meshtrain.data.tokens import Corpus, MappedArray, outside_vocabulary
+
+if TYPE_CHECKING:
+    from meshtrain.data.remote import RemoteArray
 
 
 class Stream:
@@ -25,14 +30,14 @@ class Stream:
         """`starts`, `lengths`: the runs, in tokens of the file; adjacent runs are merged.
         `documents`: how many documents begin in the stream."""
         starts, lengths = _merge(starts, lengths)
-        ends = np.cumsum(lengths)
         self.corpus = corpus
         self.documents = documents
-        self.size = int(ends[-1]) if len(ends) else 0
-        # Run r covers positions [begins[r], begins[r + 1]) of the stream; position p is p +
-        # shifts[r] in the file.
-        self.begins = np.append(ends - lengths, self.size)
-        self.shifts = starts - self.begins[:-1]
+        self.size = int(lengths.sum())
+        # Run r covers the positions [begins[r], begins[r + 1]) of the stream. There position p of
+        # the stream is p + shifts[r] in the file.
+        earlier = np.cumsum(lengths) - lengths
+        self.begins = np.append(earlier, self.size)
+        self.shifts = starts - earlier
 
     @classmethod
     def of(cls, corpus: Corpus, selected: np.ndarray) -> "Stream":
@@ -54,42 +59,57 @@ class Stream:
 
     def slice(self, start: int, stop: int) -> "Stream":
         """The positions [start, stop) of this stream as a stream."""
+        # What is left of each run; of those outside, nothing.
         begins = np.clip(self.begins[:-1], start, stop)
         ends = np.clip(self.begins[1:], start, stop)
         documents, _ = self.document_begins(np.array([start]), np.array([stop]))
-        return Stream(self.corpus, begins + self.shifts, ends - begins, len(documents))
+        return Stream(
+            self.corpus,
+            starts=begins + self.shifts,
+            lengths=ends - begins,
+            documents=len(documents),
+        )
 
     def document_begins(
         self, starts: np.ndarray, stops: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Where documents begin in windows [start, stop) of this stream, ascending per window; and
         their windows."""
-        # The runs that each window overlaps: one overlap is a contiguous part of the file.
-        first = np.searchsorted(self.begins[:-1], starts, "right") - 1
-        last = np.searchsorted(self.begins[:-1], stops)
-        window, run = _in_ranges(np.maximum(first, 0), last)
+        # The runs that each window overlaps. The overlap of a window and a run is contiguous in the
+        # file, too: [low, high) in the stream, and [low + shift, high + shift) in the file.
+        run_begins = self.begins[:-1]
+        first_run = np.searchsorted(run_begins, starts, "right") - 1
+        end_run = np.searchsorted(run_begins, stops)
+        window, run = _in_ranges(np.maximum(first_run, 0), end_run)
         low = np.maximum(starts[window], self.begins[run])
         high = np.minimum(stops[window], self.begins[run + 1])
+        shift = self.shifts[run]
 
         # The documents that begin in each overlap, by their numbers in the file.
-        shifts = self.shifts[run]
-        first_number = self.corpus.first_from(low + shifts)
-        last_number = self.corpus.first_from(high + shifts)
-        overlap, number = _in_ranges(first_number, last_number)
-        return self.corpus.begins(number) - shifts[overlap], window[overlap]
+        first_number = self.corpus.first_from(low + shift)
+        end_number = self.corpus.first_from(high + shift)
+        overlap, number = _in_ranges(first_number, end_number)
+        begins = self.corpus.begins(number) - shift[overlap]
+        return begins, window[overlap]
 
-    def read(self, source: MappedArray, position: int, out: np.ndarray) -> None:
+    def read(self, source: "MappedArray | RemoteArray", position: int, out: np.ndarray) -> None:
         """Fills `out` from `position` of this stream on, with values of a file that has one value
         per token."""
         array = source.array
-        run = int(np.searchsorted(self.begins, position, "right")) - 1
         filled = 0
-        while filled < len(out):
+        for begin, end in self.spans(position, len(out)):
+            out[filled : filled + end - begin] = array[begin:end]
+            filled += end - begin
+
+    def spans(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where `count` positions of this stream lie in the file, as parts [begin, end)."""
+        run = int(np.searchsorted(self.begins, position, "right")) - 1
+        while count > 0:
             left_in_run = int(self.begins[run + 1]) - position
-            take = min(left_in_run, len(out) - filled)
-            offset = position + int(self.shifts[run])
-            out[filled : filled + take] = array[offset : offset + take]
-            filled += take
+            take = min(left_in_run, count)
+            begin = position + int(self.shifts[run])
+            yield begin, begin + take
+            count -= take
             position += take
             run += 1
 
@@ -126,11 +146,16 @@ def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndar
 def _in_ranges(firsts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of all ranges [first, stop), concatenated: the index of each number's range, and
     the numbers."""
+    #   [3, 5) and [7, 10)
+    #   ranges          0 0 1 1 1
+    #   place of all    0 1 2 3 4
+    #   earlier         0   2            numbers of the ranges before
+    #   numbers         3 4 7 8 9        first of the range + place - earlier
     counts = np.maximum(stops - firsts, 0)
     ranges = np.repeat(np.arange(len(counts)), counts)
-    # Number i of all lies i - (numbers of earlier ranges) behind the first of its own range.
+    places = np.arange(len(ranges))
     earlier = np.cumsum(counts) - counts
-    return ranges, np.arange(len(ranges)) + (firsts - earlier)[ranges]
+    return ranges, places + (firsts - earlier)[ranges]
 
 
 class PackedTokens:
@@ -228,33 +253,44 @@ class TokenSamples(Samples):
     def item(self, index: int, epoch: int) -> Item:
         """(tokens, positions, documents or None) and targets, (s,) int64 each. The same in every
         epoch."""
-        inputs, targets = self.read([(epoch, index)], 1).batch()
-        return tuple(None if tensor is None else tensor[0] for tensor in inputs), targets[0]
+        inputs, targets = self.read([(epoch, index)], valid=1).batch()
+        first_rows = tuple(None if tensor is None else tensor[0] for tensor in inputs)
+        return first_rows, targets[0]
 
     def read(self, items: Sequence[tuple[int, int]], valid: int) -> PackedTokens:
-        stream = self.stream
-        tokens = stream.corpus.tokens
-        losses = stream.corpus.loss
-        width = self.seq_len
-        rows = np.empty((len(items), width + 1), tokens.dtype)
-        loss = None if losses is None else np.empty((len(items), width), np.uint8)
-        for row, (_, index) in enumerate(items):
+        indices = [index for _, index in items]
+        for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
-            position = index * width
-            stream.read(tokens, position, rows[row])
-            if loss is not None and losses is not None:
-                stream.read(losses, position + 1, loss[row])  # of the targets, one token later
+        starts = np.array(indices, np.int64) * self.seq_len
+
+        # One token more than the sequence has: the last target.
+        rows = self._read_rows(self.stream.corpus.tokens, starts, self.seq_len + 1)
         self._check(rows, items)
+
+        loss = None
+        if self.stream.corpus.loss is not None:  # of the targets, one token later
+            loss = self._read_rows(self.stream.corpus.loss, starts + 1, self.seq_len)
 
         begins = None
         if self.mask_documents:
-            begins = np.zeros((len(items), width), bool)
-            starts = np.array([index * width for _, index in items], np.int64)
-            places, rows_of = stream.document_begins(starts, starts + width)
-            begins[rows_of, places - starts[rows_of]] = True
-            begins[:, 0] = True  # a document cut by the beginning of the sample
-        return PackedTokens(rows, loss, begins, tuple(index for _, index in items[:valid]))
+            begins = np.zeros((len(items), self.seq_len), bool)
+            places, row = self.stream.document_begins(starts, starts + self.seq_len)
+            begins[row, places - starts[row]] = True
+            begins[:, 0] = True  # a document that the beginning of the sample cuts
+        return PackedTokens(rows, loss, begins, samples=tuple(indices[:valid]))
+
+    def _read_rows(
+        self, source: "MappedArray | RemoteArray", starts: np.ndarray, width: int
+    ) -> np.ndarray:
+        """(rows, width) values of the stream, a row from each of the positions `starts` on."""
+        # Those of all rows at once, where the values lie elsewhere.
+        spans = (self.stream.spans(int(start), width) for start in starts)
+        source.bring(chain.from_iterable(spans))
+        rows = np.empty((len(starts), width), source.dtype)
+        for row, start in zip(rows, starts, strict=True):
+            self.stream.read(source, int(start), row)
+        return rows
 
     def loss_targets(self) -> dict[str, LossTargets]:
         return {self.name: self._targets}
@@ -278,13 +314,14 @@ class TokenSamples(Samples):
         ends = starts + self.seq_len
         begins, of_sample = self.stream.document_begins(starts + 1, ends)
         # Cuts of each sample: its ends, and between them where its documents begin. The distance
-        # between two cuts of one sample is a length.
+        # between two neighbouring cuts of one sample is a length.
         numbers = np.arange(len(starts))
         cuts = np.concatenate([starts, begins, ends])
         samples = np.concatenate([numbers, of_sample, numbers])
-        order = np.lexsort((cuts, samples))
-        same_sample = np.diff(samples[order]) == 0
-        return np.diff(cuts[order])[same_sample]
+        order = np.lexsort((cuts, samples))  # by sample, and then by place
+        distances = np.diff(cuts[order])
+        within_sample = np.diff(samples[order]) == 0
+        return distances[within_sample]
 
     def _check(self, rows: np.ndarray, items: Sequence[tuple[int, int]]) -> None:
         """Raises InputError at an invalid id, which would otherwise fail in a device-side
@@ -295,7 +332,8 @@ class TokenSamples(Samples):
         all_valid = int(rows.max()) < self.limit and int(rows.min()) >= 0
         if all_valid:
             return
-        row, column = np.argwhere((rows >= self.limit) | (rows < 0))[0]
+        wrong = (rows >= self.limit) | (rows < 0)
+        row, column = np.argwhere(wrong)[0]
         _, index = items[row]
         corpus = self.stream.corpus
         place = f"{corpus.name}: sample {index} ({self.name})"

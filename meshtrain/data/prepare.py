@@ -10,7 +10,7 @@ alone, not on who tokenized what. Imports no torch.
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from meshtrain.data import text
 from meshtrain.data.cache import Progress, Say, cache_folder, prepare_once
 from meshtrain.data.chat import LossOn
 from meshtrain.data.fingerprint import data_path
+from meshtrain.data.hub_text import hub_text
 from meshtrain.data.tokenizer import Tokenizer, open_tokenizer
 from meshtrain.data.tokens import Document, open_tokens, read_documents, temporary_folder, write
 from meshtrain.errors import InputError, any_of, plural
@@ -32,13 +33,18 @@ if TYPE_CHECKING:
 
 _PART = 1 << 22  # tokens looked at once
 
-# data.source -> function of data.path and data.text_field that finds the files.
-TEXT: dict[str, Callable[[Path, str], text.TextSource]] = {
-    "python-stdlib": lambda path, field: text.python_stdlib(),
-    "text": lambda path, field: text.text_files(path),
-    "jsonl": text.jsonl_files,
-    "parquet": text.parquet_files,
+# data.source -> function of the section `data`, with one path, that finds the text.
+TEXT: dict[str, Callable[["DataSection"], text.TextSource]] = {
+    "python-stdlib": lambda data: text.python_stdlib(),
+    "text": lambda data: text.text_files(_path(data)),
+    "jsonl": lambda data: text.jsonl_files(_path(data), data.text_field),
+    "parquet": lambda data: text.parquet_files(_path(data), data.text_field),
+    "hub": lambda data: hub_text(str(data.path), data.text_field, data.subset, data.split),
 }
+
+
+def _path(data: "DataSection") -> Path:
+    return data_path(data, "a file, or a folder of files")
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,9 @@ class Preparation:
         failed.
         """
         self.take_earlier(say)
+        self.fetch(say)
         if self.missing():
-            say(
-                f"preparing {self.source.name}: {plural(len(self.source.files), 'file')} into "
-                f"{self.folder}"
-            )
+            say(f"preparing {self.source.name}: {self.source.about} into {self.folder}")
             # First what nobody works on, then what others have not finished, or have died over.
             self.take_shards(say, host, hosts, wait=False)
             self.take_shards(say, host, hosts, wait=True)
@@ -92,6 +96,11 @@ class Preparation:
         prepare_once(self.folder, partial(self._merge, say), say)
         shutil.rmtree(self.parts, ignore_errors=True)
         return True
+
+    def fetch(self, say: Say) -> None:
+        """Brings the text to this host, if it has to be prepared."""
+        if not self.folder.is_dir():
+            self.source.fetch(say)
 
     def take_earlier(self, say: Say) -> None:
         """Takes the folder of an older version of meshtrain, if it holds what would be made
@@ -182,16 +191,13 @@ def preparations(config: "DataSection") -> Iterator[Preparation]:
             f"data.source {config.source} is read as it is: {any_of(list(TEXT))} are prepared"
         )
     tokenizer = open_tokenizer(config.tokenizer, config.begin_token, config.end_token)
-    library = config.source == "python-stdlib"
-    path = Path() if library else data_path(config, "a file, or a folder of files")
-    paths = [(config.source, path)]
+    sets = [config]
     if isinstance(config.validation, str):
-        kind = "text" if library else config.source
-        paths.append((kind, Path(config.validation)))
+        sets.append(_validation_set(config, config.validation))
 
     cache = cache_folder(config.cache)
-    for kind, path in paths:
-        source = TEXT[kind](path, config.text_field)
+    for each in sets:
+        source = TEXT[each.source](each)
         stem = source.name.split()[0].rsplit("/", 1)[-1]
         folder = cache / f"{stem}-{source.key(tokenizer, config.loss_on)}"
         earlier = None
@@ -199,6 +205,14 @@ def preparations(config: "DataSection") -> Iterator[Preparation]:
         if tokenizer.begin is None and config.loss_on == "all":
             earlier = cache / f"{stem}-{source.earlier_key(tokenizer)}"
         yield Preparation(source, tokenizer, folder, config.loss_on, earlier)
+
+
+def _validation_set(config: "DataSection", name: str) -> "DataSection":
+    """The section as if `data.validation`, which is no share, were all of its data."""
+    if config.source == "hub":
+        return replace(config, split=name)
+    kind = "text" if config.source == "python-stdlib" else config.source
+    return replace(config, source=kind, path=name)
 
 
 def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
@@ -212,6 +226,7 @@ def _is_of_today(folder: Path, tokenizer: Tokenizer) -> bool:
     if corpus.loss is not None and tokenizer.chat is not None:  # it may hold conversations
         return False
     tokens = corpus.tokens.array
+    assert isinstance(tokens, np.ndarray)  # in a folder of this host
     if (tokens[corpus.offsets.array[1:] - 1] != tokenizer.end).any():
         return False
     controls = 0

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from meshtrain.data import images
 from meshtrain.data.batch import Samples, Targets
-from meshtrain.data.cache import Say
+from meshtrain.data.cache import Say, cache_folder
 from meshtrain.data.custom import is_text, open_custom
 from meshtrain.data.fingerprint import Files, data_path, sampled_digest
 from meshtrain.data.megatron import open_megatron
 from meshtrain.data.mixture import MixedSamples
 from meshtrain.data.packing import Stream, TokenSamples
 from meshtrain.data.prepare import TEXT, preparations
+from meshtrain.data.remote import is_remote, open_remote
 from meshtrain.data.split import (
     SampleSplit,
     Split,
@@ -74,6 +75,11 @@ def prepare_data(config: "DataSection", *, say: Say) -> None:
     if config.sources or config.source in TEXT:
         for preparation in preparations(config):
             preparation.run(say)
+    for own in config.each_source():
+        if own.source == "tokens":
+            for path in _paths(own):
+                if is_remote(path):
+                    _open_tokens(own, path, say)
 
 
 def open_data(
@@ -174,7 +180,7 @@ def _open_language(config: "DataSection", n_outputs: int | None, say: Say) -> Op
     if config.source in TEXT:
         tokenizer, corpora = _open_text(config, n_outputs, say)
     else:
-        corpora = _open_token_files(config)
+        corpora = _open_token_files(config, say)
         tokenizer = _file_tokenizer(config, corpora)
     for corpus in corpora:
         corpus.check_ids(n_outputs)
@@ -210,18 +216,25 @@ def _open_text(
     return tokenizer, corpora
 
 
-def _open_token_files(config: "DataSection") -> list[Corpus]:
+def _open_token_files(config: "DataSection", say: Say) -> list[Corpus]:
     """The corpora of files that hold tokens already."""
     if config.source == "megatron":
-        path = data_path(config, "the prefix of .bin and .idx")
-    else:
-        path = data_path(config, "a prepared folder")
-    paths = [path]
-    if isinstance(config.validation, str):
-        paths.append(Path(config.validation))
-    if config.source == "megatron":
-        return [open_megatron(str(path)) for path in paths]
-    return [open_tokens(path.expanduser()) for path in paths]
+        data_path(config, "the prefix of .bin and .idx")
+        return [open_megatron(path) for path in _paths(config)]
+    data_path(config, "a prepared folder")
+    return [_open_tokens(config, path, say) for path in _paths(config)]
+
+
+def _paths(config: "DataSection") -> list[str]:
+    """The path of the training data, and that of the validation set, if it has one."""
+    paths = (config.path, config.validation)
+    return [path for path in paths if isinstance(path, str)]
+
+
+def _open_tokens(config: "DataSection", path: str, say: Say) -> Corpus:
+    if is_remote(path):
+        return open_remote(path, cache_folder(config.cache), config.cache_gib, say)
+    return open_tokens(Path(path).expanduser())
 
 
 def _file_tokenizer(config: "DataSection", corpora: Sequence[Corpus]) -> Tokenizer | None:

@@ -7,6 +7,7 @@ much it may take.
 
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -59,10 +60,13 @@ def limits() -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _StopError
 
+    limits_memory = sys.platform == "linux"  # other systems do not keep to such a limit
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (_least(soft, _address_space() + MOST_MEMORY), hard))
+        if limits_memory:
+            most = _least(soft, _address_space() + MOST_MEMORY)
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
         yield
     except _StopError:
@@ -76,7 +80,8 @@ def limits() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if limits_memory:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def limit_powers(environment: Any) -> None:

@@ -8,8 +8,10 @@ import io
 import sys
 import sysconfig
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -47,9 +49,9 @@ _BATCH_CHARACTERS = 1 << 20
 # characters within which a tokenizer must find a cut: it takes some 150 bytes for each
 _MOST_WHOLE = 1 << 26
 _MOST_LINE = 1 << 28  # bytes of a line of JSONL, which is in memory about three times
-_LEAST_SHARD = 1 << 24  # bytes of a shard
-_SHARDS = 2048  # about as many at most
-_ROWS = 64  # rows of a Parquet file that are in memory at once
+LEAST_SHARD = 1 << 24  # bytes of a shard
+SHARDS = 2048  # about as many at most
+ROWS = 64  # rows of a Parquet file that are in memory at once
 _PACKED = (".jsonl.gz", ".jsonl.zst")
 
 
@@ -66,7 +68,8 @@ class Text(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The documents of a file that begin in a range of its bytes, [begin, end)."""
+    """The documents of a file that begin in a range of its bytes, [begin, end), or the rows of a
+    data set that has no files here."""
 
     path: Path
     begin: int
@@ -106,17 +109,35 @@ class Part(NamedTuple):
         return self.text.begins and self.start == 0
 
 
-class TextSource(NamedTuple):
-    """Text files and how to read the documents of one."""
+class TextSource(ABC):
+    """Where documents of text come from: their units, in order, and how to read one."""
 
     name: str  # for messages
-    kind: str  # the file format and the field that is read
-    files: list[Path]
-    read: Callable[[Piece], Iterator[Text]]
-    cut: tuple[str, ...] = ()  # suffixes of files that may be read in pieces
+    kind: str  # the format, and the field that is read
+
+    @property
+    @abstractmethod
+    def about(self) -> str:
+        """What is read, for people: `12 files`."""
+
+    @abstractmethod
+    def state(self) -> object:
+        """What tells the text from another one, without reading it."""
+
+    @abstractmethod
+    def shards(self) -> list[list[Piece]]:
+        """The units of tokenization, in order; they depend on the text alone."""
+
+    @abstractmethod
+    def read(self, piece: Piece) -> Iterator[Text]:
+        """The documents of a piece. Raises InputError: malformed text; names the place."""
+
+    @abstractmethod
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """Brings the text to this host, if it is elsewhere. `say` gets a line now and then."""
 
     def key(self, tokenizer: Tokenizer, loss_on: LossOn = "all") -> str:
-        """16 hex digits that identify the prepared token files, without reading the text files."""
+        """16 hex digits that identify the prepared token files, without reading the text."""
         marks = list(tokenizer.marks)
         if loss_on != "all":
             marks.append(("loss on", loss_on))
@@ -128,18 +149,42 @@ class TextSource(NamedTuple):
         return self._key(tokenizer)
 
     def _key(self, tokenizer: Tokenizer, *marks: object) -> str:
+        chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
+        state = self.state()
+        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat, *marks)
+        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class TextFiles(TextSource):
+    """Text files, and how to read the documents of one."""
+
+    name: str
+    kind: str
+    files: list[Path]
+    reader: Callable[[Piece], Iterator[Text]]
+    cut: tuple[str, ...] = ()  # suffixes of files that may be read in pieces
+
+    @property
+    def about(self) -> str:
+        return plural(len(self.files), "file")
+
+    def read(self, piece: Piece) -> Iterator[Text]:
+        return self.reader(piece)
+
+    def fetch(self, say: Callable[[str], None]) -> None:
+        """They are here."""
+
+    def state(self) -> object:
         state = []
         for path in self.files:
             about = path.stat()
             state.append((str(path), about.st_size, about.st_mtime_ns))
-        chat = () if tokenizer.chat is None else (tokenizer.chat.digest,)
-        names = (FORMAT, self.name, self.kind, tokenizer.identity, state, *chat, *marks)
-        return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+        return state
 
     def shards(self) -> list[list[Piece]]:
-        """The units of tokenization, in order; they depend on the sizes of the files alone."""
         sizes = [path.stat().st_size for path in self.files]
-        most = max(_LEAST_SHARD, sum(sizes) // _SHARDS)
+        most = max(LEAST_SHARD, sum(sizes) // SHARDS)
         shards: list[list[Piece]] = [[]]
         room = most
         for path, size in zip(self.files, sizes, strict=True):
@@ -165,7 +210,7 @@ def python_stdlib() -> TextSource:
             f"data.source python-stdlib: there are no .py files in {root}; use `text` with a path"
         )
     version = ".".join(map(str, sys.version_info[:3]))
-    return TextSource(f"python-stdlib {version}", "python-stdlib", files, _read_module)
+    return TextFiles(f"python-stdlib {version}", "python-stdlib", files, _read_module)
 
 
 def _modules(folder: Path) -> Iterator[Path]:
@@ -188,7 +233,7 @@ def _read_module(piece: Piece) -> Iterator[Text]:
 def text_files(path: Path) -> TextSource:
     """A file, or a folder's .txt and .md files at any depth, sorted; each is a document. Raises
     InputError: no file."""
-    return TextSource(str(path), "text", _files(path, (".txt", ".md"), "text"), _read_text)
+    return TextFiles(str(path), "text", _files(path, (".txt", ".md"), "text"), _read_text)
 
 
 def jsonl_files(path: Path, field: str = "text") -> TextSource:
@@ -213,7 +258,7 @@ def jsonl_files(path: Path, field: str = "text") -> TextSource:
     if any(file.suffix.lower() == ".zst" for file in files):
         _require_pyarrow(path)
     read = partial(_read_jsonl, field=field)
-    return TextSource(str(path), f"jsonl {field}", files, read, cut=(".jsonl",))
+    return TextFiles(str(path), f"jsonl {field}", files, read, cut=(".jsonl",))
 
 
 def parquet_files(path: Path, field: str = "text") -> TextSource:
@@ -223,7 +268,7 @@ def parquet_files(path: Path, field: str = "text") -> TextSource:
     _require_pyarrow(path)
     files = _files(path, (".parquet",), "parquet")
     read = partial(_read_parquet, field=field)
-    return TextSource(str(path), f"parquet {field}", files, read, cut=(".parquet",))
+    return TextFiles(str(path), f"parquet {field}", files, read, cut=(".parquet",))
 
 
 def _require_pyarrow(path: Path) -> None:
@@ -318,10 +363,7 @@ def _read_jsonl(piece: Piece, field: str) -> Iterator[Text]:
                 "`role` (user for human, assistant for gpt, or system) in place of `from`, and "
                 "`content` in place of `value`"
             )
-        if isinstance(record, dict) and "messages" in record and field not in record:
-            yield Text((), source, record=record)
-        else:
-            yield from _from_object(record, source, field)
+        yield from text_of_record(record, source, field)
 
 
 def _form_of_file(beginning: bytes) -> str:
@@ -409,7 +451,7 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[Text]:
             if not piece.begin <= _offset_of(about) < piece.end:
                 continue
             batches = file.iter_batches(
-                _ROWS, row_groups=[group], columns=columns, use_threads=False
+                ROWS, row_groups=[group], columns=columns, use_threads=False
             )
             records = chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, record in enumerate(records, first_row + 1):
@@ -428,6 +470,15 @@ def _offset_of(row_group: Any) -> int:
     if first.dictionary_page_offset:
         return min(first.data_page_offset, first.dictionary_page_offset)
     return first.data_page_offset
+
+
+def text_of_record(record: Any, source: object, field: str) -> Iterator[Text]:
+    """The text of an object of JSON or a row of a table: a conversation, or one text or two. Raises
+    InputError: it is none of these; `source` is its place."""
+    if isinstance(record, dict) and "messages" in record and field not in record:
+        yield Text((), source, record=record)
+    else:
+        yield from _from_object(record, source, field)
 
 
 def _from_object(record: Any, source: object, field: str) -> Iterator[Text]:

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshtrain.data.chat import CONFIG, ChatTemplate, Span, Spelling, tokenizer_config
+from meshtrain.data.chat import CONFIG, JINJA, ChatTemplate, Span, Spelling, tokenizer_config
 from meshtrain.data.tokens import smallest_dtype
 from meshtrain.errors import InputError, join_some
+from meshtrain.job.hub import ask, hub_name, local_path
 
+FILE = "tokenizer.json"
 _LOOK = 4096  # characters searched for a cut
 _AROUND = 256  # characters compared on each side of a candidate
 END_NAMES = (  # ends of documents, where neither data.end_token nor tokenizer_config.json names one
@@ -85,7 +87,7 @@ def open_tokenizer(
             `eos_token`, or the first of `END_NAMES` that there is.
     """
     if name != "bytes":
-        return FileTokenizer(Path(name).expanduser(), begin_token, end_token)
+        return FileTokenizer(_fetched(name), begin_token, end_token)
     for key, value in (("begin_token", begin_token), ("end_token", end_token)):
         if value is not None:
             raise InputError(
@@ -93,6 +95,27 @@ def open_tokenizer(
                 "out"
             )
     return ByteTokenizer()
+
+
+def local_tokenizer(name: str) -> Path:
+    """The tokenizer.json of a path, or of a model of the hub in the cache, where it need not be."""
+    path = local_path(name)
+    return path if hub_name(name) is None else path / FILE
+
+
+def _fetched(name: str) -> Path:
+    """As `local_tokenizer`; a model of the hub that is not in the cache is fetched. Raises
+    InputError: it cannot be."""
+    on_hub = hub_name(name)
+    path = local_tokenizer(name)
+    if on_hub is None or path.is_file():
+        return path
+    answer = ask(on_hub, (FILE, CONFIG, JINJA))
+    if not answer.problem and FILE not in answer.files:
+        raise InputError(f"data.tokenizer: {name} has no {FILE}")
+    if answer.problem:
+        raise InputError(f"data.tokenizer: {answer.problem}")
+    return local_tokenizer(f"{on_hub.repo}@{answer.commit}")
 
 
 def end_name(ids: Mapping[str, int], eos: str | None, end_token: str | None = None) -> str | None:

@@ -30,7 +30,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from meshtrain.data.fingerprint import Files
 from meshtrain.errors import InputError
 from meshtrain.job.parsing import parse_json, read_limited
 from meshtrain.job.storage import SIDE_FILE_BYTES, fsync_folder, read_guarded, write_whole
+
+if TYPE_CHECKING:
+    from meshtrain.data.remote import RemoteArray
 
 FORMAT = 1
 BLOCK = 4 << 20  # bytes under one checksum
@@ -102,6 +105,10 @@ class MappedArray:
                 self._array = np.asarray(mapped)  # a plain array: slicing a np.memmap costs more
         return self._array
 
+    def bring(self, spans: Iterable[tuple[int, int]]) -> None:
+        """The values [begin, end) of several spans are read next: nothing is to be done for a file
+        of this host."""
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_array": None}
 
@@ -121,7 +128,7 @@ class Corpus:
     file that all ranks of a host share: memory does not grow with the number of documents."""
 
     name: str
-    tokens: MappedArray
+    tokens: "MappedArray | RemoteArray"
     loss: MappedArray | None = None  # 0 where a token, as a target, carries no loss
     documents: int
     offsets: MappedArray  # (D + 1,) document d is tokens offsets[d] to offsets[d + 1]
@@ -404,7 +411,7 @@ def read_documents(folder: Path) -> Iterator[Document]:
     """The documents of a folder in parts, as `write` takes them. Files are read, not mapped, since
     they may be larger than the process's memory. Raises InputError: not a prepared folder, or a
     damaged one."""
-    header = _read_header(folder, cached=True)
+    header = read_header(folder, cached=True)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     with ExitStack() as stack:
 
@@ -438,7 +445,7 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
     them only sizes, offsets and the range of ids are checked. Raises InputError: it is not a
     prepared folder."""
     if not (folder / HEADER).is_file():
-        _read_header(folder)
+        read_header(folder)
     try:
         corpus = open_tokens(folder)
     except InputError as error:
@@ -468,23 +475,27 @@ def verify(folder: Path, n_outputs: int | None = None) -> tuple[list[str], bool]
     return problems, crc32 is not None
 
 
-def open_tokens(folder: Path, *, cached: bool = False) -> Corpus:
+def open_tokens(
+    folder: Path, *, cached: bool = False, tokens: "MappedArray | RemoteArray | None" = None
+) -> Corpus:
     """Opens a prepared folder; reads the header and offsets only.
 
     Args:
         cached: whether it lies in a cache, where others may be able to write, rather than being
             named by the user.
+        tokens: the tokens, where they lie elsewhere.
 
     Raises:
         InputError: it is not one, too new, or damaged.
         OSError: its header cannot be read, or is a link or another user's in a cache.
     """
-    header = _read_header(folder, cached=cached)
+    header = read_header(folder, cached=cached)
     if header.tokens < 1:
         raise InputError(
             f"{folder} is damaged: by its header it holds no tokens; prepare the folder again"
         )
-    tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
+    if tokens is None:
+        tokens = MappedArray(folder / "tokens.bin", header.dtype, header.tokens)
     offsets = MappedArray(folder / "documents.bin", "int64", header.documents + 1)
     sizes = loss = None
     if header.text_bytes is not None:
@@ -494,7 +505,7 @@ def open_tokens(folder: Path, *, cached: bool = False) -> Corpus:
 
     files = []
     for part in (tokens, offsets, sizes, loss):
-        if part is not None:
+        if isinstance(part, MappedArray):
             size = part.count * part.dtype.itemsize
             check_size(part.path, size, "prepare the folder again")
             files.append(Files.of(part.path, size))
@@ -536,7 +547,7 @@ def check_size(path: Path, expected: int, remedy: str) -> None:
         )
 
 
-def _read_header(folder: Path, *, cached: bool = False) -> Header:
+def read_header(folder: Path, *, cached: bool = False) -> Header:
     path = folder / HEADER
     try:
         text = read_guarded(path) if cached else read_limited(path, SIDE_FILE_BYTES)

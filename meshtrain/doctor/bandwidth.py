@@ -20,7 +20,9 @@ from meshtrain.layout import Layout
 
 WORLD = "world"
 COLLECTIVES = ("all-reduce", "broadcast", "reduce-scatter", "all-gather")
+OF_HOSTS = ("all-gather",)  # of groups of whole hosts, which no axis has
 SMALL = 2**18  # bytes; the time that they take determines the larger size
+SMALLER = 8  # times smaller than the larger size is a third one, to tell bytes from all else
 LARGER = {"gloo": (2**20, 2**22, 2**24), "nccl": (2**22, 2**24, 2**26, 2**28)}
 REPETITIONS = 6
 BUDGET_S = 0.3  # for one collective on the groups of one axis
@@ -31,6 +33,7 @@ SHARE = 0.6  # of the time after that, in which measurements may begin; later on
 PATIENCE_S = 3.0  # after a worker of this node has failed, for the others to notice it themselves
 MOST_WAYS = 16  # of data, from one rank's log
 MOST_ROUNDS = 7  # of pairs of hosts: all pairs of up to eight hosts
+MOST_SIZES = 4  # numbers of hosts of which groups are timed, beside all of them
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class WorkerTiming:
     latency: float
     size: int
     seconds: float
+    fixed: float  # the part of `seconds` that a smaller size takes as well
     spread: float  # ratio of the slowest repetition to the median one
 
 
@@ -71,10 +75,31 @@ class WorkerReport:
     transport: tuple[str, ...]  # from NCCL's log
 
 
-def axes_to_time(layout: Layout) -> list[str]:
-    """The axes with groups of several ranks, and the world if it is not one of these groups."""
-    large = [axis for axis in layout.axes if layout.size(axis) > 1]
-    return large if len(large) == 1 else [*large, WORLD]
+def timed_groups(layout: Layout) -> dict[str, tuple[Layout, str]]:
+    """Name -> a layout and the axis of it whose groups are timed: the axes with groups of several
+    ranks, the world if it is not one of these groups, and where all hosts have as many ranks,
+    groups of 2, 4, ... whole hosts."""
+    groups = {axis: (layout, axis) for axis in layout.axes if layout.size(axis) > 1}
+    if len(groups) > 1:
+        groups[WORLD] = layout, WORLD
+    counts = set(layout.host_counts().values())
+    if len(counts) == 1:
+        hosts = [layout.host(rank) for rank in range(layout.world_size)]
+        for number in numbers_of_hosts(len(layout.hosts)):
+            sizes = {"dp_replicate": -1, "dp_shard": number * min(counts)}
+            whole = Layout.resolve(sizes, layout.world_size).on_hosts([1] * len(hosts), hosts)
+            groups[f"{number} hosts"] = whole, "dp_shard"
+    return groups
+
+
+def numbers_of_hosts(hosts: int) -> list[int]:
+    """Numbers of hosts into which so many can be grouped, neither one nor all, each at least twice
+    the one before."""
+    numbers: list[int] = []
+    for number in range(2, hosts // 2 + 1):
+        if hosts % number == 0 and number >= 2 * (numbers or [1])[-1]:
+            numbers.append(number)
+    return numbers[:MOST_SIZES]
 
 
 def pairs_in_rounds(count: int, most: int = MOST_ROUNDS) -> list[list[tuple[int, int]]]:
@@ -153,17 +178,21 @@ def merge(layout: Layout, results: Mapping[int, Mapping[str, Any]]) -> Timings:
 def _slowest(layout: Layout, rows: Sequence[WorkerTiming]) -> Timing:
     """The timing of a collective that all ranks have timed, each on its own group."""
     slowest = max(rows, key=lambda row: row.seconds / row.size)
-    axes = layout.axes if slowest.axes == WORLD else (slowest.axes,)
-    ranks = layout.size(*axes)
+    timed, axis = timed_groups(layout)[slowest.axes]
+    axes = timed.axes if axis == WORLD else (axis,)
+    ranks = timed.size(*axes)
     sent = wire_bytes(slowest.what, ranks, slowest.size)
+    hosts = max(len(list(timed.hosts_of(group))) for group in timed.groups(*axes))
     return Timing(
         axes=slowest.axes,
         what=slowest.what,
         ranks=ranks,
-        crosses=any(layout.crosses_hosts(group) for group in layout.groups(*axes)),
+        hosts=hosts,
+        crosses=hosts > 1,
         latency=max(row.latency for row in rows),
         size=slowest.size,
         seconds=slowest.seconds,
+        fixed=slowest.fixed,
         spread=statistics.median(row.spread for row in rows),
         bandwidth=sent / max(slowest.seconds, 1e-9),
     )

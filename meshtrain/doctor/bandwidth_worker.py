@@ -24,6 +24,7 @@ from meshtrain.doctor.bandwidth import (
     LARGER,
     REPETITIONS,
     SMALL,
+    SMALLER,
     START_S,
     WORLD,
     Spec,
@@ -87,13 +88,19 @@ def measure(job: Job, mesh: Mesh, until: float) -> WorkerReport:
     backend = "nccl" if job.device.type == "cuda" else "gloo"
     links = _links(job, mesh, LINK_BYTES[backend])
     timings, left_out = [], []
-    for axis in bandwidth.axes_to_time(mesh.layout):
-        for collective in bandwidth.COLLECTIVES:
+    for name, (layout, axis) in bandwidth.timed_groups(mesh.layout).items():
+        collectives: tuple[str, ...] = bandwidth.COLLECTIVES
+        own = mesh
+        if layout is not mesh.layout:
+            collectives = bandwidth.OF_HOSTS
+            own = build_mesh(layout, job.device.type)
+        group = own.world if axis == WORLD else own.group(axis)
+        for collective in collectives:
             late = torch.tensor([float(time.monotonic() > until)], device=job.device)
             if mesh.sum(late).item():  # late on one rank, so left out on all
-                left_out.append(f"{collective} over {axis}")
+                left_out.append(f"{collective} over {name}")
             else:
-                timings.append(_time(job, mesh, axis, collective, LARGER[backend]))
+                timings.append(_time(job, name, group, collective, LARGER[backend]))
     return WorkerReport(
         backend=backend,
         compute=compute,
@@ -153,11 +160,16 @@ def _bandwidth(job: Job, source: int, target: int, size: int) -> float:
     return size / seconds
 
 
-def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ...]) -> WorkerTiming:
+def _time(
+    job: Job,
+    name: str,
+    group: dist.ProcessGroup | None,
+    collective: str,
+    sizes: tuple[int, ...],
+) -> WorkerTiming:
     """Times a collective on this rank's group: latency with a few bytes, bandwidth with the largest
     size that fits."""
-    at(f"{collective} over {axis}")
-    group = mesh.world if axis == WORLD else mesh.group(axis)
+    at(f"{collective} over {name}")
 
     def seconds(size: int, times: int = REPETITIONS) -> list[float]:
         return _repeat(job, group, collective, size, times)
@@ -169,12 +181,17 @@ def _time(job: Job, mesh: Mesh, axis: str, collective: str, sizes: tuple[int, ..
     size = bandwidth.choose_size(small.item(), sizes)
     measured = seconds(size)
     middle = statistics.median(measured)
+    # Of a few bytes NCCL sends otherwise than of many: what a large message takes besides its bytes
+    # follows from two large ones.
+    less = size // SMALLER
+    fixed = (SMALLER * statistics.median(seconds(less)) - middle) / (SMALLER - 1)
     return WorkerTiming(
-        axes=axis,
+        axes=name,
         what=collective,
         latency=latency,
         size=size,
         seconds=middle,
+        fixed=min(max(fixed, 0.0), middle),
         spread=max(measured) / middle,
     )
 

@@ -92,7 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 0 if all is well, 1 if something is wrong."""
+    """Returns the exit status: 0 if all is well, 1 if something is wrong. Raises InputError: this
+    host has no Linux, or the arguments are wrong."""
+    if sys.platform != "linux":
+        raise InputError(
+            f"meshtrain doctor reads what Linux says of a host, and this one has {sys.platform}: "
+            "start it on the nodes of the job"
+        )
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that it cleans up
     config, overrides = _config_and_overrides(arguments)
     place = read_place(arguments, os.environ)

@@ -20,7 +20,7 @@ from meshtrain.doctor.files import free_gib, named_paths, probe
 from meshtrain.doctor.records import Host, Interface, Place, Port
 from meshtrain.errors import InputError
 from meshtrain.job import locate
-from meshtrain.job.host_memory import memory_gib
+from meshtrain.job.host_limits import memory_gib, usable_cores
 from meshtrain.job.sockets import resolve
 from meshtrain.metrics.nvml import Gpu, host_gpus
 
@@ -74,7 +74,7 @@ def collect(
     if gpus_seen:
         net_plugin = nccl.net_plugin(nccl_conf | dict(variables), nccl.library_cache())
 
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     memory, free_memory = memory_gib()
     shared_memory = free_gib("/dev/shm") if Path("/dev/shm").is_dir() else 0.0
     locked_memory, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

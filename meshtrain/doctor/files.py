@@ -16,6 +16,7 @@ from meshtrain.config import Config
 from meshtrain.data.fingerprint import Files, sampled_digest
 from meshtrain.doctor.records import PathFacts
 from meshtrain.job import locate
+from meshtrain.job.hub import hub_name
 from meshtrain.job.sockets import call_with_timeout
 
 PROBE_S = 8.0  # for all checks of one path
@@ -24,6 +25,9 @@ CHUNK = 4 * 2**20
 MOST_NAMES = 1000  # of files in a folder, for its digest
 TOKEN = ".meshtrain-doctor-"
 
+# Keys whose value may be a name on the Hugging Face hub.
+MAY_BE_ON_HUB = ("data.tokenizer", "model.weights", "train.reference.weights")
+
 
 def named_paths(config: Config) -> list[PathFacts]:
     """The paths that a job of this config reads and writes, absolute, with their config keys."""
@@ -31,6 +35,8 @@ def named_paths(config: Config) -> list[PathFacts]:
     paths: list[tuple[str, str | None, bool]] = []  # key, path, whether it is written to
     keys = [f"data.sources, {source.name}" for source in data.sources] or ["data.path"]
     for key, source in zip(keys, data.each_source(), strict=True):
+        if source.source == "hub":
+            continue
         for name, path in ((key, source.path), ("data.validation", source.validation)):
             if path and isinstance(path, str):
                 files = locate.data_files(source.source, path)
@@ -52,7 +58,8 @@ def named_paths(config: Config) -> list[PathFacts]:
     ]
     facts = []
     for key, path, writes in paths:
-        if path:
+        is_on_hub = key in MAY_BE_ON_HUB and path is not None and hub_name(path) is not None
+        if path and not is_on_hub:
             facts.append(PathFacts(key, str(Path(path).expanduser().absolute()), writes))
     return facts
 

@@ -227,10 +227,12 @@ class Timing:
     axes: str
     what: str
     ranks: int
+    hosts: int  # of a group
     crosses: bool
     latency: float
     size: int
     seconds: float
+    fixed: float  # the part of `seconds` that a smaller size takes as well
     spread: float  # ratio of the slowest repetition to the median one
     # bytes per second on the wire of each rank ("bus bandwidth", as nccl-tests counts it)
     bandwidth: float

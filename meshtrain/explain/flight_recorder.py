@@ -1,7 +1,6 @@
 """Flight recorders in a failure's folder: which collectives some ranks of a group have entered and
 others have not."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,22 +28,27 @@ class _Group:
 def not_entered(logs: Iterable[Log]) -> Iterator[tuple[str, str]]:
     """For each collective that only some ranks of a group have entered, one file that shows it and
     a line for rules."""
-    folders = [os.path.dirname(log.path) for log in logs if os.path.basename(log.path) == VERDICT]
+    paths = [Path(log.path) for log in logs]
+    folders = [path.parent for path in paths if path.name == VERDICT]
     for folder in dict.fromkeys(folders):
-        groups: dict[Ranks, _Group] = {}
-        files: dict[int, Path] = {}  # rank -> its recorder
-        for path in sorted(Path(folder).glob(RECORDERS)):
-            try:
-                files[_read(path, groups)] = path
-            except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                yield str(path), f"this flight recorder cannot be read: {error!r}"
-        for group in groups.values():
-            # All have entered the collectives up to the slowest rank's last one.
-            number = min(group.entered.values(), default=0) + 1
-            inside = [rank for rank, last in group.entered.items() if last >= number]
-            outside = [rank for rank in group.entered if rank not in inside]
-            if inside:
-                yield str(files[outside[0]]), _sentence(group, number, inside, outside)
+        yield from _not_entered_in(folder)
+
+
+def _not_entered_in(folder: Path) -> Iterator[tuple[str, str]]:
+    groups: dict[Ranks, _Group] = {}
+    files: dict[int, Path] = {}  # rank -> its recorder
+    for path in sorted(folder.glob(RECORDERS)):
+        try:
+            files[_read(path, groups)] = path
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            yield str(path), f"this flight recorder cannot be read: {error!r}"
+    for group in groups.values():
+        # All have entered the collectives up to the slowest rank's last one.
+        number = min(group.entered.values(), default=0) + 1
+        inside = [rank for rank, last in group.entered.items() if last >= number]
+        outside = [rank for rank, last in group.entered.items() if last < number]
+        if inside:
+            yield str(files[outside[0]]), _sentence(group, number, inside, outside)
 
 
 def _sentence(group: _Group, number: int, inside: Sequence[int], outside: Sequence[int]) -> str:

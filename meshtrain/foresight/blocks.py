@@ -7,7 +7,6 @@ uncompiled.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshtrain.config import Config
 from meshtrain.errors import InputError
+from meshtrain.foresight.fusion import Dataflow
 from meshtrain.foresight.live import (
     WITHOUT_SHAPES,
     LiveBytes,
@@ -49,8 +49,8 @@ from meshtrain.foresight.work import (
 from meshtrain.layout import Layout
 from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.modeling.kinds import repeated
-from meshtrain.parallel.collectives import implementations
-from meshtrain.parallel.linear import use_products
+from meshtrain.parallel.collectives import axis_group, implementations
+from meshtrain.parallel.linear import ProductsLayer, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
@@ -58,6 +58,9 @@ from meshtrain.pipeline.stage import blocks_of, first_argument, first_input
 
 # axes over which blocks send; FSDP and DDP are counted apart
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")
+# Begins of the names of operators that a compiler calls as they are, besides products and
+# attention.
+CALLED = ("embedding", "index_put", "scatter", "sort", "topk", "cumsum", "native_batch_norm")
 # operators that launch no kernel
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")
 # Passes through a block, as phases of the step. Zero-bubble schedules defer the last one; see
@@ -86,25 +89,6 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
         }
         known[more_samples] = tuple(works[i] for i in alike(config))
     return known[more_samples]
-
-
-def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
-    """Fills the cache of `works_of` for many configs, in the processes of a pool."""
-    unknown: dict[tuple[Any, ...], tuple[Config, Layout]] = {}
-    for config in configs:
-        if config.resolved is not None:
-            key = _key(config, config.resolved)
-            if key not in _known:
-                unknown[key] = config, config.resolved
-    if not unknown:
-        return
-    # The first one in this process, so that forked ones have its imports.
-    first, *others = unknown
-    _known[first] = _counted(*unknown[first]), {}
-    if pool is not None and others:
-        counted = pool.map(_counted, *zip(*(unknown[key] for key in others), strict=True))
-        for key, pairs in zip(others, counted, strict=True):
-            _known[key] = pairs, {}
 
 
 def _splits_backward(config: Config, layout: Layout) -> bool:
@@ -189,7 +173,7 @@ def _traced(
         step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
         queue = WeightGradQueue()
         if splits_backward:
-            use_products(step.model, queue=queue)  # as the pipeline does
+            _put_off_weight_grads(step.model, queue)
         works = step.works(of_samples, puts_off=queue if puts_off else None)
     return [{i: work for i, work in enumerate(own) if i not in skipped} for own in works]
 
@@ -221,36 +205,54 @@ def deferring_works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
 # Compiled blocks ----------------------------------------------------------------------------------
 
 
-# Caches: `_key` and samples -> memory of each kind of blocks, compiled. `_graph_key` -> the same
-# memory, with that of the blocks uncompiled.
+# Cache: `_key` and samples -> memory of each kind of blocks, compiled.
 _compiled: dict[tuple[Any, ...], dict[int, BlockMemory]] = {}
-_shares: dict[tuple[Any, ...], dict[int, tuple[BlockMemory, BlockMemory]]] = {}
 
 
 def compiled_works_of(config: Config, layout: Layout, exact: bool = True) -> tuple[Work, ...]:
     """`works_of` with the memory of compiled blocks, which the compiler's graphs decide.
 
-    Graphs take seconds. Without `exact` they may be those of other samples, `cp` and experts, on
-    which the share that compiled blocks take of the memory of uncompiled ones hardly depends.
+    Graphs take seconds. Without `exact` they are those of one rank and one sample, on which the
+    share that compiled blocks take of the memory of uncompiled ones hardly depends.
     """
     works = works_of(config, layout)
     first = alike(config)
-    uncompiled = {i: works[i].memory for i in sorted(set(first))}
-    key = _key(config, layout), config.batch.micro_size
-    graph = _graph_key(config, layout)
-    if key not in _compiled and (exact or graph not in _shares):
-        [traced] = _traced(config, layout, [config.batch.micro_size], compiles=True)
-        _compiled[key] = {i: work.memory for i, work in traced.items()}
-        _shares[graph] = {i: (uncompiled[i], _compiled[key][i]) for i in traced}
-    if key in _compiled:
-        memory = _compiled[key]
+    if exact:
+        memory = _compiled_memory(config, layout)
     else:
         element = compute_size(config.train.precision)
+        few = _few_ranks(layout)
+        single = _of_one_sample(config, few)
+        known, compiled = works_of(single, few), _compiled_memory(single, few)
         memory = {
-            i: _shared(uncompiled[i], *_shares[graph][i], element) for i in uncompiled
+            i: _shared(works[i].memory, known[i].memory, compiled[i], element) for i in compiled
         }
-    compiled = {i: replace(works[i], memory=memory[i]) for i in uncompiled}
-    return tuple(compiled[i] for i in first)
+    changed = {i: replace(works[i], memory=memory[i]) for i in memory}
+    return tuple(changed[i] for i in first)
+
+
+def _compiled_memory(config: Config, layout: Layout) -> dict[int, BlockMemory]:
+    key = _key(config, layout), config.batch.micro_size
+    if key not in _compiled:
+        [traced] = _traced(config, layout, [config.batch.micro_size], compiles=True)
+        _compiled[key] = {i: work.memory for i, work in traced.items()}
+    return _compiled[key]
+
+
+def _few_ranks(layout: Layout) -> Layout:
+    """One rank, or two over which experts are dealt out."""
+    ranks = min(layout.experts, 2)
+    return Layout({"dp_shard": ranks}).with_experts(ranks)
+
+
+def _of_one_sample(config: Config, layout: Layout) -> Config:
+    return replace(
+        config,
+        layout=layout.sizes,
+        resolved=layout,
+        batch=replace(config.batch, micro_size=1),
+        parallel=replace(config.parallel, regather=False),
+    )
 
 
 def _shared(
@@ -272,6 +274,15 @@ def _shared(
         forward=share(lambda of: of.forward),
         backward=(Live(share(backward)),),
     )
+
+
+def _put_off_weight_grads(model: nn.Module, queue: WeightGradQueue) -> None:
+    """Gives linear layers a queue of weight gradients, as the pipeline does."""
+    layers = [module for module in model.modules() if isinstance(module, ProductsLayer)]
+    products = [layer.products for layer in layers]
+    use_products(model, queue=queue)
+    for layer, own in zip(layers, products, strict=True):
+        layer.products = own  # those of float8 stay
 
 
 class _SentBytes(CommBytes):
@@ -350,11 +361,39 @@ class Tally:
     attention_flops: float = 0
     moved: float = 0
     operators: int = 0
-    sends: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    sends: list[Send] = field(default_factory=list)
+    dataflow: Dataflow = field(default_factory=Dataflow)
 
-    def as_pass(self) -> Pass:
-        sends = tuple(Send(axis, kind, sent) for (axis, kind), sent in self.sends.items())
-        return Pass(tuple(self.products), self.attention_flops, self.moved, self.operators, sends)
+    def as_pass(self, compiles: bool) -> Pass:
+        """`compiles`: whether the block can be compiled."""
+        fused = self.dataflow.traffic() if compiles else None
+        return Pass(
+            tuple(self.products),
+            self.attention_flops,
+            self.moved,
+            self.operators,
+            _together(self.sends),
+            fused_moved=None if fused is None else fused.moved,
+            fused_operators=None if fused is None else fused.kernels,
+        )
+
+
+def _together(sends: Iterable[Send]) -> tuple[Send, ...]:
+    """One Send for all of an axis and a kind that travel beside the same products."""
+    alike: dict[tuple[Any, ...], Send] = {}
+    for send in sends:
+        # Beside nothing, or each beside its own layer's.
+        key = send.axis, send.kind, bool(send.beside)
+        if key in alike:
+            known = alike[key]
+            send = replace(
+                known,
+                nbytes=known.nbytes + send.nbytes,
+                times=known.times + send.times,
+                beside=known.beside + send.beside,
+            )
+        alike[key] = send
+    return tuple(alike.values())
 
 
 @dataclass
@@ -410,16 +449,28 @@ class LiveSizes:
         return BlockMemory(self.saved, self.forward, tuple(self.backward), self.sums)
 
 
-class _Counted(Exception):
+class _CountedError(Exception):
     """All microbatches have been counted."""
+
+
+@dataclass
+class _UnderWay:
+    """A message that has been sent and not waited for, and what is multiplied meanwhile."""
+
+    axis: str
+    sends: list[Send]
+    index: int  # among `sends`
+    beside: list[Product] = field(default_factory=list)
 
 
 class CountedStep(TracedStep):
     """A step whose operators are counted by block and by pass."""
 
     last: str  # name of the last block
+    recomputes: bool  # whether blocks are recomputed, in part or whole
     # Of the current microbatch:
     tallies: dict[tuple[str, str], Tally]  # (block, pass) -> its counts
+    under_way: list["_UnderWay"]  # messages that nobody has waited for, the oldest first
     sizes: dict[str, LiveSizes]  # block -> live bytes around it
 
     def works(
@@ -428,13 +479,19 @@ class CountedStep(TracedStep):
         """Works of all blocks, for one microbatch of each config. What runs outside of blocks
         counts with the last. `puts_off`: where layers leave all weight gradients, and what these
         need stays."""
+        blocks = list(blocks_of(self.model))
         name_of = {module: name for name, module in self.model.named_modules()}
-        names = {block: name_of[block] for block in blocks_of(self.model)}
-        self.last = list(names.values())[-1]
+        names = {block: name_of[block] for block in blocks}
+        self.last = names[blocks[-1]]
+        self.recomputes = configs[0].parallel.recompute != "none"
         for block, name in names.items():
             block.forward = self._sized(name, block.forward)
         assert isinstance(self.mesh.comm_bytes, _SentBytes)
         self.mesh.comm_bytes.listener = self._send
+        for axis in SENT_OVER:
+            if self.mesh.size(axis) > 1:
+                group = axis_group(self.mesh, axis)
+                group.measured_wait = partial(self._waiting, group.axis)
 
         # The first microbatch creates lasting state, such as gradients. The last would also sum
         # them over ranks, which is no work of the blocks: the step ends before it.
@@ -447,8 +504,9 @@ class CountedStep(TracedStep):
             nonlocal begun
             if begun > 0:
                 works.append(self._works(names))
+                self.live.watch = self._count
             if begun == len(batches) - 1:
-                raise _Counted
+                raise _CountedError
             self._begin_microbatch(routed_rows(configs[0], batches[begun], self.mesh))
             begun += 1
 
@@ -460,22 +518,24 @@ class CountedStep(TracedStep):
         ):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            with suppress(_Counted):
+            with suppress(_CountedError):
                 self.trainer.forward_backward(1, batches)
         return works[1:]
 
     def _begin_microbatch(self, rows: int) -> None:
         self.live.rows = rows
         self.tallies = defaultdict(Tally)
+        self.under_way = []
         self.sizes = defaultdict(LiveSizes)
-        self.live.watch = self._count
         self.live.block = ""
 
     def _works(self, names: Mapping[nn.Module, str]) -> tuple[Work, ...]:
         left = [self.sizes[name].left for name in names.values()]
         works = []
         # When the backward of a block is done, there is what it and those behind it have left.
-        for (block, name), (here, behind) in zip(names.items(), pairwise([*left, 0.0]), strict=True):
+        for (block, name), (here, behind) in zip(
+            names.items(), pairwise([*left, 0.0]), strict=True
+        ):
             works.append(self._work(block, name, left=max(here - behind, 0.0)))
         return tuple(works)
 
@@ -483,14 +543,18 @@ class CountedStep(TracedStep):
         sizes = self.sizes[name]
         whole = state_parameters(block)
         named = block.named_parameters(prefix=name)
+        forward, input_grad, weight_grad = (
+            self.tallies[name, one].as_pass(self._compiles(block))
+            for one in (FORWARD, BACKWARD, WEIGHT_GRAD)
+        )
         return Work(
             name,
             parameters=tuple(
                 _before_fsdp(own, parameter, parameter in whole) for own, parameter in named
             ),
-            forward=self.tallies[name, FORWARD].as_pass(),
-            input_grad=self.tallies[name, BACKWARD].as_pass(),
-            weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(),
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
             memory=replace(sizes.memory(), left=left),
         )
 
@@ -524,9 +588,28 @@ class CountedStep(TracedStep):
         finally:
             live.phase, live.part = phase, part
 
+    def _compiles(self, block: nn.Module) -> bool:
+        """Whether the block can be compiled: experts run between graphs, which cannot be recomputed
+        (parallel/parallelize.py)."""
+        has_experts = any(hasattr(module, "dispatch") for module in block.modules())
+        return not (has_experts and self.recomputes)
+
     def _send(self, axis: str, kind: str, sent: float) -> None:
         if axis in SENT_OVER:
-            self._tally().sends[axis, kind] += sent
+            sends = self._tally().sends
+            sends.append(Send(axis, kind, sent))
+            self.under_way.append(_UnderWay(axis, sends, len(sends) - 1))
+
+    @contextmanager
+    def _waiting(self, axis: str) -> Iterator[None]:
+        """What a rank enters to wait for the oldest of its messages over an axis."""
+        for message in self.under_way:
+            if message.axis == axis:
+                self.under_way.remove(message)
+                beside = tuple(message.beside)
+                message.sends[message.index] = replace(message.sends[message.index], beside=beside)
+                break
+        yield
 
     def _tally(self) -> Tally:
         return self.tallies[self.live.block or self.last, self._pass()]
@@ -540,17 +623,25 @@ class CountedStep(TracedStep):
         if name in implementations and name not in WITHOUT_SHAPES:
             return  # its inner operators were counted
         on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
-        if is_view(func) or not on_device or name.partition("::")[2] in FREE:
+        namespace, _, short = name.partition("::")
+        if not on_device or short in FREE or (is_view(func) and _has_memory_of(out, args)):
             return
-        product = _product(name, args, out)
         tally = self._tally()
+        product = _product(name, args, out)
         tally.operators += 1
+        moved = 0.0
         if product is not None:
             tally.products.append(product)
+            for message in self.under_way:
+                message.beside.append(product)
         elif "attention" in name:
-            tally.attention_flops += _attention_flops(name, args)
-        else:
-            tally.moved += _nbytes(args) + _nbytes(out)
+            tally.attention_flops += _attention_flops(func, args)
+        elif namespace != "c10d":  # a message's bytes are counted as sent
+            moved = _nbytes(args) + _nbytes(out)
+        tally.moved += moved
+        is_called = product is not None or "attention" in name or short.startswith(CALLED)
+        is_fused = namespace == "aten" and not is_called
+        tally.dataflow.add(func, args, out, is_fused, moved)
         if self.live.block:
             sizes = self.sizes[self.live.block]
             sizes.look(self.live, in_forward=self._pass() == FORWARD)
@@ -581,14 +672,30 @@ def _nbytes(tree: Any) -> float:
     return sum(x.numel() * x.itemsize for x in tree_leaves(tree) if isinstance(x, Tensor))
 
 
-def _attention_flops(name: str, args: Any) -> float:
-    """FLOPs over all pairs of tokens, without causality, by convention."""
+def _has_memory_of(out: Any, args: Any) -> bool:
+    """Whether a result is a part of an argument: `to` and `reshape` copy where they must."""
+    storages = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+    return any(
+        x.untyped_storage()._cdata in storages for x in tree_leaves(out) if isinstance(x, Tensor)
+    )
+
+
+def _attention_flops(func: Any, args: Any) -> float:
+    """FLOPs on the pairs of a query and a key that it sees: causal kernels skip all others."""
+    name = func.name()
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
     is_backward = "backward" in name
     if is_backward:
         args = args[1:]  # without the gradient of the output
     q, k, v = args[:3]
     key_dim = 2 if "dot_product" in name else 1
-    keys = k.shape[key_dim]
+    # (h, s, e) or, with sequences laid end to end, (s, h, e): of which a query sees its own.
+    own = k.shape[key_dim] if k.dim() == 4 else given["max_k"]
+    queries_of_row = q.shape[key_dim] if q.dim() == 4 else given["max_q"]
+    keys = own
+    if given.get("is_causal"):
+        # The last query sees all keys, and each one before it one less.
+        keys = own - (queries_of_row - 1) / 2
     queries = q.numel() // q.shape[-1]
     forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
     # The backward has five products for the forward's two, as it computes the scores again.
@@ -608,7 +715,8 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
         return None
     a, b = args[0], args[1]
     if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
-        return Product(a.shape[0], b.shape[1], a.shape[1])
+        precision = "float8" if a.dtype.itemsize == 1 else None
+        return Product(a.shape[0], b.shape[1], a.shape[1], precision=precision)
     if name in ("aten::bmm", "aten::baddbmm"):
         return Product(a.shape[1], b.shape[2], a.shape[2], times=a.shape[0])
     if name in ("aten::linear", "aten::matmul"):

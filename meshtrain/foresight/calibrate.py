@@ -11,7 +11,6 @@ from typing import Any
 from meshtrain.config import Config
 from meshtrain.config.yaml_reader import write
 from meshtrain.errors import InputError
-from meshtrain.foresight.collective import STEPS
 from meshtrain.foresight.hardware import Hardware, Link
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.foresight.steptime import StepTime
@@ -202,12 +201,7 @@ def scaled(hardware: Hardware, constant: str, factor: float) -> Hardware:
     and its bandwidth."""
     if constant in ("within_host", "between_hosts"):
         link: Link = getattr(hardware, constant)
-        slower = Link(
-            bandwidth=link.bandwidth / factor,
-            latency=link.latency * factor,
-            message=link.message * factor,
-        )
-        return replace(hardware, **{constant: slower})  # type: ignore[arg-type]
+        return replace(hardware, **{constant: link.slower(factor)})  # type: ignore[arg-type]
     now = getattr(hardware.compute, constant)
     value = min(1.0, now / factor) if constant in SHARES else now * factor
     return replace(hardware, compute=replace(hardware.compute, **{constant: value}))
@@ -272,42 +266,68 @@ def fit(
     return replace(fitted, error=min(0.5, max(0.02, *off)))
 
 
+RINGS = ("all-gather", "reduce-scatter")  # of the collectives that the doctor times
+
+
 def with_links(hardware: Hardware, report: Path) -> Hardware:
     """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see
     stay as they are. Raises InputError: not such a report."""
     try:
         cluster = parse_json(report.read_bytes())["seen"]
-        timings, pairs = cluster["timings"]["timings"], cluster["timings"]["links"]
+        pairs = cluster["timings"]["links"]
+        rings = [
+            _Ring(row["ranks"], row["hosts"], row["seconds"], row["fixed"], row["bandwidth"])
+            for row in cluster["timings"]["timings"]
+            if row["what"] in RINGS and row["ranks"] > 1
+        ]
         host_of = {rank: i for i, host in enumerate(cluster["hosts"]) for rank in host["ranks"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{report} is not what `meshtrain doctor --json` prints of a job with ranks: {error!r}"
         ) from error
 
-    # Seconds of one step of a ring within a host; see `collective.seconds`.
     inside = hardware.within_host
-    near = [row for row in timings if not row["crosses"] and row["ranks"] > 1]
+    near = [ring for ring in rings if ring.hosts == 1]
     if near:
-        latencies = [row["latency"] / _rounds(row) / (row["ranks"] - 1) for row in near]
-        bandwidth = median(row["bandwidth"] for row in near) / 1e9
-        inside = replace(inside, bandwidth=bandwidth, latency=median(latencies))
+        # See `collective.seconds` for the steps of a ring.
+        steps = [max(0.0, ring.fixed - inside.message) / (ring.ranks - 1) for ring in near]
+        bandwidth = median(ring.bandwidth for ring in near)
+        inside = replace(inside, bandwidth=bandwidth, latency=median(steps))
 
-    # ... and of one level of the tree between hosts.
     outside = hardware.between_hosts
-    levels = math.ceil(math.log2(max(2, len(cluster["hosts"]))))
-    far = [row["latency"] / _rounds(row) / levels for row in timings if row["crosses"]]
+    far = [ring for ring in rings if ring.hosts > 1]
     if far:
-        outside = replace(outside, latency=median(far))
-    between = [
+        steps = []
+        table: dict[int, float] = {}
+        ranks_of_host = max(Counter(host_of.values()).values())
+        for ring in far:
+            in_hosts = (ring.ranks - ring.hosts) * inside.latency
+            steps.append(max(0.0, ring.fixed - outside.message - in_hosts) / (ring.hosts - 1))
+            # All ranks of a host together have the interfaces of all of them.
+            whole_hosts = ring.bandwidth * ranks_of_host * ring.hosts / ring.ranks
+            table[ring.hosts] = max(whole_hosts, table.get(ring.hosts, 0.0))
+        outside = replace(outside, bandwidth=dict(sorted(table.items())), latency=median(steps))
+    elif between := [
         pair["bandwidth"] / 1e9
         for pair in pairs
         if host_of[pair["source"]] != host_of[pair["target"]]
-    ]
-    if between:
+    ]:
         outside = replace(outside, bandwidth=median(between))
     return replace(hardware, within_host=inside, between_hosts=outside)
 
 
-def _rounds(timing: Mapping[str, Any]) -> int:
-    """Rounds of a collective that the doctor has timed: an all-reduce is a scatter and a gather."""
-    return STEPS["all_reduce"] if timing["what"] == "all-reduce" else 1
+@dataclass(frozen=True)
+class _Ring:
+    """A collective that the doctor has timed, which took one round."""
+
+    ranks: int
+    hosts: int
+    seconds: float
+    fixed: float  # of `seconds`, whatever the size
+    bus_bandwidth: float  # bytes / s, all of `seconds` counted
+
+    @property
+    def bandwidth(self) -> float:
+        """GB/s of a rank, without what is fixed."""
+        sent = self.bus_bandwidth * self.seconds
+        return sent / max(self.seconds - self.fixed, 0.1 * self.seconds) / 1e9

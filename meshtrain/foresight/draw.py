@@ -19,6 +19,7 @@ HOW = {
     "by blocks": "each kind of block was traced, and the step follows from them",
 }
 WIDTH = 32  # characters of the longest bar
+LITTLE = 0.001  # share of a peak that nobody need see
 COLOURS = (
     "#2f5fb3",
     "#e08a2c",
@@ -36,11 +37,14 @@ COLOURS = (
 def memory_lines(
     resident: Mapping[str, float], parts: Mapping[str, float], title: str
 ) -> list[str]:
-    """A row for each part of memory: bytes kept between steps, and bytes at the peak."""
+    """A row for each part of memory: bytes kept between steps, and bytes at the peak; without what
+    is a thousandth of the peak or less."""
     rows = [[title, "kept", "at the peak"]]
+    little = LITTLE * sum(parts.values())
     for name in dict.fromkeys((*resident, *parts)):
         sizes = [of.get(name, 0) for of in (resident, parts)]
-        rows.append([f"  {name}", *(bytes_text(size) if size else "" for size in sizes)])
+        if max(sizes) > little:
+            rows.append([f"  {name}", *(bytes_text(n) if n > little else "" for n in sizes)])
     return columns(rows)
 
 
@@ -76,15 +80,19 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
 def _savings(prediction: "Prediction") -> list[str]:
     """`parallel.recompute=full 3.2 GiB (+0.021 s)`"""
     words = []
+    little = LITTLE * prediction.memory.total
     for change, (fewer_bytes, longer) in prediction.saves.items():
+        if fewer_bytes <= little:
+            continue
         seconds = "" if longer is None else f" ({longer:+.3g} s)"
         words.append(f"{change} {bytes_text(fewer_bytes)}{seconds}")
     return words
 
 
-def step_lines(step: "StepTime", unit: str = "tokens") -> list[str]:
-    """A bar for each part of a step. `unit`: of its throughput."""
-    head = f"step {step.seconds:.3g} s: {step.tokens_per_s:,.0f} {unit}/s"
+def step_lines(step: "StepTime", unit: str = "tokens", error: str = "") -> list[str]:
+    """A bar for each part of a step. `unit`: of its throughput; `error`: of its seconds, and where
+    the rates are from."""
+    head = f"step {step.seconds:.3g} s{error}: {step.tokens_per_s:,.0f} {unit}/s"
     if step.mfu:
         head += f", {100 * step.mfu:.0f} % MFU"
     longest = max(step.parts.values())

@@ -7,24 +7,26 @@ from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
+
 from meshtrain.config import Config, spec_of
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
 from meshtrain.errors import yaml_text
-from meshtrain.foresight import memory, steptime
 from meshtrain.foresight import hardware as hardware_files
+from meshtrain.foresight import memory, steptime
 from meshtrain.foresight.blocks import compiled_works_of, deferring_works_of, works_of
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory
 from meshtrain.foresight.parameters import compute_size, master_size
 from meshtrain.foresight.schedules import schedule_of
 from meshtrain.foresight.steptime import StepPlan, StepTime
-from meshtrain.foresight.torch_patches import META
 from meshtrain.foresight.trace import trace_rank
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.modeling.build import block_costs, compile_choice
+from meshtrain.modeling.build import block_costs
 from meshtrain.modeling.kinds import known_blocks
+from meshtrain.parallel.compile import choose_compile
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
@@ -101,7 +103,7 @@ class Prediction:
         """The range of blocks [first, end) of each stage."""
         if self.schedule is None:
             return [(0, len(self.works))]
-        split = _split(
+        split = split_of(
             self.spec,
             self.config.data.seq_len,
             self.schedule.ranks,
@@ -147,12 +149,6 @@ class Prediction:
             return [self._trace(pp) for pp in chosen]
         return [by_blocks[pp] for pp in chosen]
 
-    @cached_property
-    def uncompiled_memory(self) -> RankMemory:
-        """Memory of the fullest rank if blocks were not compiled, which takes less time to
-        compute: for a first look at a candidate."""
-        return max(self._ranks_by_blocks(self.works), key=lambda rank: rank.total)
-
     def _ranks_by_blocks(self, works: Sequence[Work]) -> list[RankMemory]:
         ranks = memory.of_ranks(
             self.config,
@@ -174,9 +170,7 @@ class Prediction:
         return most * self.microbatches <= SHORT
 
     def _trace(self, pp: int) -> RankMemory:
-        config = replace(
-            self.config, parallel=replace(self.config.parallel, compile=self.compiled)
-        )
+        config = replace(self.config, parallel=replace(self.config.parallel, compile=self.compiled))
         trace = trace_rank(config, self.layout, self.layout.group(0, "pp")[pp])
         return RankMemory(
             resident={**trace.resident},
@@ -234,7 +228,7 @@ class Prediction:
             microbatches=self.microbatches,
             handed_on=self.handed_on,
             precision=train.precision,
-            product_precision=self.product_precision,
+            compiled=self.compiled,
             gathers_again=parallel.reshard_after_forward and self.schedule is None,
             message_size=message_size,
             optimizer=config.optimizer,
@@ -251,13 +245,14 @@ class Prediction:
         device_type = "cuda"
         if self.hardware is not None and not self.hardware.compute.asynchronous:
             device_type = "cpu"
-        choice = compile_choice(self.config, self.layout, META, device_type)
+        splits_backward = self.schedule is not None and self.schedule.splits_backward
+        choice = choose_compile(
+            self.config.parallel.compile,
+            torch.device(device_type),
+            splits_backward,
+            has_tools=True,
+        )
         return choice.compiles
-
-    @property
-    def product_precision(self) -> str | None:
-        """Precision of matrix products, if it is not that of the step."""
-        return None if self.config.train.linear_precision is None else "float8"
 
     @property
     def tokens_per_sample(self) -> int:
@@ -273,9 +268,14 @@ class Prediction:
     def block_costs(self) -> list[steptime.BlockCost]:
         """Costs of each block, for one microbatch."""
         assert self.hardware is not None
-        precision = self.config.train.precision
+        deferred = self.schedule is not None and self.schedule.splits_backward
         return steptime.block_costs(
-            self.works, self.layout, self.hardware, precision, self.product_precision
+            self.works,
+            self.layout,
+            self.hardware,
+            self.config.train.precision,
+            self.compiled,
+            deferred,
         )
 
     @cached_property
@@ -283,18 +283,6 @@ class Prediction:
         """Seconds of a step, by part."""
         assert self.hardware is not None
         return steptime.step_time(self.works, self.plan, self.hardware)
-
-    @cached_property
-    def bound(self) -> float:
-        """A lower bound of the step's seconds, which leaves out the order of the pipeline's
-        actions."""
-        if self.schedule is None:
-            return self.step.seconds
-        assert self.hardware is not None
-        least = steptime.step_time(
-            self.works, self.plan, self.hardware, clock=steptime.least_makespan
-        )
-        return least.seconds
 
     @property
     def sent(self) -> dict[str, float]:
@@ -339,7 +327,7 @@ class Prediction:
 
 
 @lru_cache(maxsize=1024)
-def _split(
+def split_of(
     spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None
 ) -> StageSplit:
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)

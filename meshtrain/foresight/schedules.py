@@ -1,5 +1,5 @@
-"""Pipeline schedules as foresight looks at them: where their stages are, and what each rank holds when
-it holds most."""
+"""Pipeline schedules as foresight looks at them: where their stages are, and what each rank holds
+when it holds most."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -53,7 +53,10 @@ def held_by_ranks(schedule: Schedule) -> tuple[tuple[HeldOfRank, ...], ...]:
     def further(once: HeldOfRank, twice: HeldOfRank) -> HeldOfRank:
         pairs = zip(once, twice, strict=True)
         return tuple(
-            Held(b.forwards + more * (b.forwards - a.forwards), b.backwards + more * (b.backwards - a.backwards))
+            Held(
+                b.forwards + more * (b.forwards - a.forwards),
+                b.backwards + more * (b.backwards - a.backwards),
+            )
             for a, b in pairs
         )
 
@@ -67,9 +70,7 @@ def held_by_ranks(schedule: Schedule) -> tuple[tuple[HeldOfRank, ...], ...]:
 def _most_held_of(
     name: str, ranks: int, per_rank: int, microbatches: int
 ) -> tuple[tuple[HeldOfRank, ...], ...]:
-    return _most_held(
-        build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
-    )
+    return _most_held(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank))
 
 
 def _most_held(schedule: Schedule) -> tuple[tuple[HeldOfRank, ...], ...]:

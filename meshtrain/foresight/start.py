@@ -114,7 +114,8 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     from meshtrain.foresight.hardware import Device
     from meshtrain.foresight.prediction import Prediction
 
-    config = Config.load(source, world_size=int(world_size))
+    # Names on the hub have their commits, whose files are here.
+    config = Config.load(source, world_size=int(world_size), hub={})
     Path(source).unlink()
     prediction = Prediction(config, exact=True)
     memory = prediction.memory

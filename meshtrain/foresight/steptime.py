@@ -2,8 +2,8 @@
 its schedule."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -12,9 +12,10 @@ from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
-from meshtrain.foresight.work import Pass, Work, of_each, over_shards, shard_counts
+from meshtrain.foresight.work import Pass, Product, Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import update_bytes, update_flops
+from meshtrain.parallel.ddp import BUCKET_BYTES
 from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.parallel.sharding import ParameterSpec, optimizer_shard
 from meshtrain.pipeline.actions import Schedule
@@ -26,8 +27,6 @@ from meshtrain.pipeline.simulate import simulate
 MOST_ACTIONS = 4_000
 # stage -> seconds of its forward, input gradient and weight gradient
 StageCosts = tuple[tuple[float, ...], ...]
-# seconds of all microbatches of a pipeline, from its stages' costs and the seconds of a message
-Clock = Callable[[Schedule, StageCosts, float], float]
 NAMES = {  # resource that computing may wait for -> its name for people
     "products": "products of matrices",
     "attention": "attention",
@@ -46,7 +45,7 @@ class StepPlan:
     microbatches: int = 1  # per rank, without a schedule
     handed_on: float = 0.0  # bytes that a stage sends to the next one per microbatch
     precision: str = "bfloat16"
-    product_precision: str | None = None  # of matrix products, if it is another one
+    compiled: bool = False  # whether blocks are compiled that can be
     # FSDP gathers and reduces for every forward and backward, instead of once per step
     gathers_again: bool = False
     message_size: int = 4  # bytes per gradient element when gradients are summed over data ranks
@@ -136,28 +135,37 @@ class BlockCost:
 
 
 def cost(
-    work: Pass, layout: Layout, hardware: Hardware, precision: str, product: str | None = None
+    work: Pass, layout: Layout, hardware: Hardware, precision: str, compiled: bool = False
 ) -> Cost:
-    """Cost of a pass in `precision`, with its matrix products in `product` if that is given.
-    `launch` is the time by which the CPU takes longer to launch the kernels than they run."""
+    """Cost of a pass in `precision`, of a block that is compiled if it can be. `launch` is the time
+    by which the CPU takes longer to launch the kernels than they run."""
     compute = hardware.compute
     spent = Cost()
     if work.products:
-        # A product whose smallest side is `edge` reaches half of the rate of large ones.
-        flops = sum(
-            product.flops * (1 + compute.edge / min(product.m, product.n, product.k))
-            for product in work.products
-        )
-        spent["products"] = flops / _product_rate(hardware, product or precision)
+        spent["products"] = _product_seconds(work.products, hardware, precision)
     spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
-    spent["traffic"] = work.moved / _memory_rate(hardware)
+    moved, operators = work.moved, work.operators
+    if compiled and work.fused_moved is not None and work.fused_operators is not None:
+        moved, operators = work.fused_moved, work.fused_operators
+    spent["traffic"] = moved / _memory_rate(hardware)
     # Kernels that were launched run while the CPU launches the next ones.
-    launching = work.operators * compute.launch
+    launching = operators * compute.launch
     running = spent.total() if compute.asynchronous else 0.0
     spent["launch"] = max(0.0, launching - running)
     for send in work.sends:
-        spent[send.axis] += seconds(send.kind, send.nbytes, Group.of(layout, send.axis), hardware)
+        group = Group.of(layout, send.axis)
+        spent[send.axis] += seconds(send.kind, send.nbytes, group, hardware, send.times)
     return spent
+
+
+def _product_seconds(products: Sequence[Product], hardware: Hardware, precision: str) -> float:
+    """A product whose smallest side is `edge` reaches half of the rate of large ones."""
+    took = 0.0
+    for product in products:
+        small = hardware.compute.edge / min(product.m, product.n, product.k)
+        rate = _product_rate(hardware, product.precision or precision)
+        took += product.flops * (1 + small) / rate
+    return took
 
 
 def _product_rate(hardware: Hardware, precision: str) -> float:
@@ -175,12 +183,25 @@ def block_costs(
     layout: Layout,
     hardware: Hardware,
     precision: str,
-    product: str | None = None,
+    compiled: bool = False,
+    deferred: bool = False,
 ) -> list[BlockCost]:
-    """Costs of each block for one microbatch. `precision`, `product`: see `cost`."""
+    """Costs of each block for one microbatch.
+
+    Args:
+        precision, compiled: see `cost`.
+        deferred: the schedule computes weight gradients later, so that no message travels beside
+            them.
+    """
 
     def of_block(work: Work) -> BlockCost:
-        costs = [cost(one, layout, hardware, precision, product) for one in work.passes]
+        costs = [cost(one, layout, hardware, precision, compiled) for one in work.passes]
+        for one, spent in zip(work.passes, costs, strict=True):
+            for send in () if deferred else one.sends:
+                group = Group.of(layout, send.axis)
+                took = seconds(send.kind, send.nbytes, group, hardware, send.times)
+                overlapped = min(took, _product_seconds(send.beside, hardware, precision))
+                spent[send.axis] -= (1 - hardware.compute.contention) * overlapped
         return BlockCost(tuple(costs))
 
     return of_each(works, of_block)
@@ -240,58 +261,6 @@ def _named_makespan(
     return shorter + (longer - shorter) * (microbatches - few) / ranks
 
 
-def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
-    """A lower bound of `makespan` for any order of actions with this schedule's placement and kinds
-    of actions: each rank's own work, the time to fill the pipeline before it, and to drain it
-    afterwards."""
-    work = _work_of_ranks(schedule, costs)
-    microbatches = schedule.microbatches
-    bounds = []
-    for rank, ahead in _ahead_of_ranks(schedule, costs, transfer).items():
-        forward, input_grad, weight_grad = work[rank]
-        own = microbatches * (forward + input_grad + weight_grad)
-        filling = ahead.forward + ahead.messages
-        if schedule.splits_backward:
-            # The last input gradient still travels to the first stage, which then computes its
-            # weight gradient. This rank's own weight gradients may be computed meanwhile.
-            chain = microbatches * (forward + input_grad) + ahead.input_grad + ahead.messages
-            bounds.append(filling + max(own, chain + costs[0][2]))
-        else:
-            draining = ahead.input_grad + ahead.weight_grad + ahead.messages
-            bounds.append(filling + own + draining)
-    return max(bounds)
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """Seconds of the stages before a rank's first one, for one microbatch, and of the messages from
-    the first stage to it."""
-
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-    messages: float = 0.0
-
-
-def _ahead_of_ranks(schedule: Schedule, costs: StageCosts, transfer: float) -> dict[int, _Ahead]:
-    """Rank -> what is ahead of it."""
-    of_ranks: dict[int, _Ahead] = {}
-    ahead = _Ahead()
-    before = schedule.placement[0]
-    for rank, (forward, input_grad, weight_grad) in zip(schedule.placement, costs, strict=True):
-        if rank != before:
-            ahead = replace(ahead, messages=ahead.messages + transfer)
-        of_ranks.setdefault(rank, ahead)
-        ahead = _Ahead(
-            ahead.forward + forward,
-            ahead.input_grad + input_grad,
-            ahead.weight_grad + weight_grad,
-            ahead.messages,
-        )
-        before = rank
-    return of_ranks
-
-
 def _work_of_ranks(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
     """Seconds of the three passes of all stages of each rank, for one microbatch."""
     work = [[0.0] * 3 for _ in range(schedule.ranks)]
@@ -304,13 +273,10 @@ def _work_of_ranks(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
 # A step -------------------------------------------------------------------------------------------
 
 
-def step_time(
-    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock = makespan
-) -> StepTime:
-    """Time of a step in which each rank does `works`, or its stages' part of them. `clock`:
-    `least_makespan` makes the result a lower bound."""
+def step_time(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> StepTime:
+    """Time of a step in which each rank does `works`, or its stages' part of them."""
     layout = plan.layout
-    share = _largest_share(works, plan, hardware, clock)
+    share = _largest_share(works, plan, hardware)
     forward, backward = _computing(share)
     messages = _Messages(layout, hardware)
     if layout.size("fsdp") > 1:
@@ -353,12 +319,11 @@ class _Share:
     idle: float = 0.0  # seconds in which it waits for other ranks of the pipeline
 
 
-def _largest_share(
-    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock
-) -> _Share:
+def _largest_share(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> _Share:
     """The share of the pipeline rank with most work."""
     layout, schedule = plan.layout, plan.schedule
-    costs = block_costs(works, layout, hardware, plan.precision, plan.product_precision)
+    deferred = schedule is not None and schedule.splits_backward
+    costs = block_costs(works, layout, hardware, plan.precision, plan.compiled, deferred)
     if schedule is None:
         return _Share(works, costs, plan.microbatches)
     stages = stage_costs(costs, plan.bounds)
@@ -372,7 +337,7 @@ def _largest_share(
         first, end = plan.bounds[stage]
         own_works += works[first:end]
         own_costs += costs[first:end]
-    idle = clock(schedule, stages, message) - busy
+    idle = makespan(schedule, stages, message) - busy
     return _Share(own_works, own_costs, schedule.microbatches, idle)
 
 
@@ -460,22 +425,24 @@ class _Messages:
         self._add(axis, "reduce_scatter", [size * n for n in reversed(after)], backward, times)
 
     def of_copies(self, share: _Share, plan: StepPlan) -> None:
-        """DDP sums gradients over copies; with ZeRO-1 each copy gets a part of the sum, and its
-        part of the updated parameters is gathered."""
+        """DDP sums gradients over copies, bucket by bucket; with ZeRO-1 each copy gets a part of
+        the sum, and its part of the updated parameters is gathered."""
         copies = self.layout.size("dp_replicate")
         sent = (copies - 1) / copies  # bytes of a scatter or a gather per byte
         backward = [cost.backward for cost in reversed(share.costs)]
         summed = [shards.own for shards in over_shards(share.works, self.layout, trained=True)]
         scattered = [sent * plan.message_size * n for n in reversed(summed)]
+        buckets = buckets_of_blocks(share.works, self.layout, master_size(plan.precision))
         if not plan.shards_optimizer:
             # An all-reduce is a scatter and a gather.
             both = [2 * nbytes for nbytes in scattered]
-            self._add("dp_replicate", "all_reduce", both, backward)
+            self._add("dp_replicate", "all_reduce", both, backward, messages=buckets)
             return
-        self._add("dp_replicate", "reduce_scatter", scattered, backward)
-        # After the update nothing overlaps with the gather.
+        self._add("dp_replicate", "reduce_scatter", scattered, backward, messages=buckets)
+        # The optimizer gathers what it has updated, in the precision of the weights, a bucket after
+        # the other, and nothing overlaps with that.
         updated = sent * master_size(plan.precision) * sum(summed)
-        self._add("dp_replicate", "all_gather", [updated], [0.0])
+        self._add("dp_replicate", "all_gather", [updated], [0.0], messages=[sum(buckets)])
 
     def _add(
         self,
@@ -484,19 +451,49 @@ class _Messages:
         nbytes: Sequence[float],
         computing: Sequence[float],
         times: int = 1,
+        messages: Sequence[int] = (),
     ) -> None:
         """Adds the messages of all blocks, which overlap with their computing. `nbytes`,
-        `computing`: bytes and seconds of each block, in the order in which blocks compute."""
+        `computing`, `messages`: bytes, seconds and number of messages (1, if it is not given) of
+        each block, in the order in which blocks compute."""
         group = Group.of(self.layout, "fsdp" if axis == "dp_shard" else axis)
-        messages = [seconds(kind, n, group, self.hardware) if n else 0.0 for n in nbytes]
+        counts = messages or [1] * len(nbytes)
+        takes = [
+            seconds(kind, n, group, self.hardware, count) if n else 0.0
+            for n, count in zip(nbytes, counts, strict=True)
+        ]
         if kind == "all_gather":  # a block waits for its parameters
-            end = one_behind_the_other(messages, computing)
+            end = one_behind_the_other(takes, computing)
         else:  # a sum waits for its block
-            end = one_behind_the_other(computing, messages)
-        added = end - sum(computing)
-        self.added[axis] += times * added
-        self.hidden[axis] += times * max(0.0, sum(messages) - added)
+            end = one_behind_the_other(computing, takes)
+        exposed = end - sum(computing)
+        overlapped = max(0.0, sum(takes) - exposed)
+        slowed = self.hardware.compute.contention * overlapped
+        self.added[axis] += times * (exposed + slowed)
+        self.hidden[axis] += times * (overlapped - slowed)
         self.sent[axis] += times * sum(nbytes)
+
+
+def buckets_of_blocks(works: Sequence[Work], layout: Layout, size: int) -> list[int]:
+    """How many buckets of gradients DDP fills with each block, in the order of the backward.
+    `size`: bytes per element."""
+    shards = shard_counts(layout)
+    full: list[int] = []
+    open_bucket = 0  # bytes
+    for work in reversed(works):
+        filled = 0
+        for parameter in reversed(work.parameters):
+            if not parameter.trained:
+                continue
+            nbytes = size * first_part(parameter.over(shards[parameter.axis]))
+            if open_bucket + nbytes > BUCKET_BYTES:
+                filled += open_bucket > 0
+                open_bucket = 0
+            open_bucket += nbytes
+        full.append(filled)
+    if full and open_bucket:
+        full[-1] += 1
+    return full
 
 
 def gathers_of_units(

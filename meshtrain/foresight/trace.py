@@ -371,9 +371,7 @@ def routed_rows(config: Config, batch: Batch, mesh: Mesh) -> int:
     return batch.targets.numel() * per_token // mesh.size("tp")
 
 
-def trace_rank(
-    config: Config, layout: Layout, rank: int, device_type: str = "cuda"
-) -> RankTrace:
+def trace_rank(config: Config, layout: Layout, rank: int, device_type: str = "cuda") -> RankTrace:
     """Traces a rank. Raises UntracedError."""
     gc.freeze()  # the trace's collections need not visit objects that exist already
     try:

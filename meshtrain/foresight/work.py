@@ -21,6 +21,7 @@ class Product:
     n: int
     k: int
     times: float = 1
+    precision: str | None = None  # None: that of the step
 
     @property
     def flops(self) -> float:
@@ -29,24 +30,30 @@ class Product:
 
 @dataclass(frozen=True)
 class Send:
-    """`nbytes` that this rank sends over a mesh axis; `kind` is one of `CommBytes`, such as
-    all_gather, or p2p."""
+    """`nbytes` that this rank sends over a mesh axis, in `times` messages; `kind` is one of
+    `CommBytes`, such as all_gather, or p2p. They travel while the rank multiplies `beside`."""
 
     axis: str
     kind: str
     nbytes: float
+    times: int = 1
+    beside: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through a block: its matrix products, flops of attention, bytes that all other
-    operators read and write, the number of operators launched, and sends."""
+    """One pass through a block: its matrix products, flops of attention on the pairs of tokens that
+    see each other, bytes that all other operators read and write, the number of operators launched,
+    and sends. `fused_moved`, `fused_operators`: the same of a block that is compiled; None: it is
+    not."""
 
     products: tuple[Product, ...] = ()
     attention_flops: float = 0
     moved: float = 0
     operators: int = 0
     sends: tuple[Send, ...] = ()
+    fused_moved: float | None = None
+    fused_operators: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class BlockMemory:
         backward: its backward, in parts that end where a weight gradient is made.
         sums: bytes of weight gradients that its forward makes, as a head that computes the loss
             does.
-        left: bytes that it leaves when its backward is done, if weight gradients are computed later.
+        left: bytes that it leaves when its backward is done, if weight gradients are computed
+            later.
     """
 
     saved: float = 0

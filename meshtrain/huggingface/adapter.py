@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from meshtrain.errors import InputError
+from meshtrain.huggingface.keys import PREDICTIONS
 from meshtrain.huggingface.load import WeightSource
+from meshtrain.job.hub import hub_name
 from meshtrain.parallel.linear.lora import is_adapter, merged
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.tp_plan import LORA_A, LORA_B
@@ -46,11 +48,12 @@ def merged_source(source: WeightSource, lora: Any) -> WeightSource:
 
 
 def adapter_source(source: WeightSource) -> WeightSource:
-    """The adapters alone, by their names in peft's files. Raises InputError: the source has no
+    """The adapters alone, by their names in peft's files, without those of layers that predict
+    further tokens, which transformers' classes do not have. Raises InputError: the source has no
     adapters."""
     entries = {}
     for name, entry in source.entries.items():
-        if is_adapter(name):
+        if is_adapter(name) and not name.startswith(f"{PREDICTIONS}."):
             entries[PREFIX + name] = replace(entry, name=PREFIX + name)
     if not entries:
         raise InputError(
@@ -66,7 +69,8 @@ def adapter_source(source: WeightSource) -> WeightSource:
 
 def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
     """The text of adapter_config.json. `source`: the adapters. `base`: the weights that the run
-    started from."""
+    started from; of a model of the hub peft wants the commit by itself."""
+    on_hub = None if base is None else hub_name(base)
     rank, alpha = rank_and_alpha(lora)
     layers = [
         name.removesuffix(f".{LORA_A}.weight").removeprefix(PREFIX)
@@ -76,7 +80,8 @@ def adapter_config(source: WeightSource, lora: Any, base: str | None) -> str:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base if on_hub is None else on_hub.repo,
+        "revision": None if on_hub is None else on_hub.revision,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": lora.get("dropout", 0.0),

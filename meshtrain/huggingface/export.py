@@ -14,7 +14,12 @@ from meshtrain.errors import InputError
 from meshtrain.huggingface import safetensors as weights
 from meshtrain.huggingface.load import KINDS
 from meshtrain.huggingface.safetensors import Entry
-from meshtrain.huggingface.stored_names import StoredTensor, Table, stored_tensors
+from meshtrain.huggingface.stored_names import (
+    StoredTensor,
+    Table,
+    stored_copies,
+    stored_tensors,
+)
 from meshtrain.job.storage import DISK_ERRORS, fsync_file, fsync_folder, write_all, write_whole
 
 # Exported in float32, as transformers does: a bias moves in steps smaller than 16 bits can resolve.
@@ -42,18 +47,21 @@ def plan_export(
     dtype: torch.dtype,
     file_bytes: int = weights.FILE_BYTES,
     stored_as: Table | None = None,
+    stored_again: Table | None = None,
 ) -> tuple[dict[str, list[Entry]], dict[str, tuple[str, StoredTensor]]]:
     """The files of an export of a model's tensors, and for each entry the model's tensor of which
     it is a part.
 
-    Floating-point tensors become `dtype`. `stored_as`: see `stored_names`.
+    Floating-point tensors become `dtype`. `stored_as`, `stored_again`: see `stored_names`.
 
     Raises ValueError: the table does not fit, or maps two tensors to one name.
     """
     entries: list[Entry] = []
     parts: dict[str, tuple[str, StoredTensor]] = {}
     for tensor in tensors:
-        for piece in stored_tensors(tensor.name, tensor.shape, stored_as or {}):
+        pieces = stored_tensors(tensor.name, tensor.shape, stored_as or {})
+        pieces += stored_copies(tensor.name, tensor.shape, stored_again or {})
+        for piece in pieces:
             if piece.name in parts:
                 raise ValueError(f"stored_as: two tensors of the model are stored as {piece.name}")
             entries.append(Entry(piece.name, _exported_dtype(tensor, dtype), piece.shape))

@@ -238,6 +238,70 @@ def router_problems(config: Any, experts: str) -> Problems:
     return problems
 
 
+# Layers that predict further tokens ---------------------------------------------------------------
+
+# The layers of a decoder in a table of names, and those of predictions (`meshtrain.prediction`).
+_LAYERS = "model.layers.*"
+PREDICTIONS = "mtp"
+Names = Mapping[str, tuple[str, ...]]
+
+
+def prediction_problems(config: Any) -> Problems:
+    """Problems of the number of layers that predict further tokens."""
+    number = config.num_nextn_predict_layers
+    if 0 <= number <= COUNTS["num_hidden_layers"]:
+        return []
+    message = f"num_nextn_predict_layers is {number}: use 0, or the number of such layers"
+    return [("num_nextn_predict_layers", message)]
+
+
+def prediction_tp_plan(config: Any, plan: dict[str, str]) -> dict[str, str]:
+    """A `tp_plan`, and where there are layers that predict further tokens, the splits of their
+    embedding and head, whose weights are those of the model's."""
+    if config.num_nextn_predict_layers == 0:
+        return plan
+    return {
+        **plan,
+        f"{PREDICTIONS}.*.ahead.embed_tokens": "embedding_rowwise_sequence",
+        f"{PREDICTIONS}.*.head.lm_head": "colwise_logits",
+    }
+
+
+def prediction_names(config: Any, stored_as: Names) -> Names:
+    """A table `stored_as`, and that of the layers that predict further tokens, as DeepSeek-V3 and
+    GLM-4.5 are published: behind the others, as layers with more in them."""
+    names = dict(stored_as)
+    for index in range(config.num_nextn_predict_layers):
+        layer = _file_layer(config, index)
+        own = f"{PREDICTIONS}.{index}.layer"
+        # In its decoder, files divide tensors as in other layers.
+        for pattern, stored in stored_as.items():
+            if pattern.startswith(_LAYERS):
+                there = tuple(name.replace(_LAYERS, layer) for name in stored)
+                names[pattern.replace(_LAYERS, f"{own}.decoder")] = there
+        names[f"{own}.decoder.*"] = (f"{layer}.*",)
+        names[f"{own}.norm.*"] = (f"{layer}.shared_head.norm.*",)
+        names[f"{own}.*"] = (f"{layer}.*",)
+    return names
+
+
+def prediction_copies(config: Any) -> Names:
+    """A table `stored_again`: published files have the embedding and the head in each layer that
+    predicts further tokens once more."""
+    embedding = "model.embed_tokens.weight"
+    head = embedding if config.tie_word_embeddings else "lm_head.weight"
+    copies: dict[str, tuple[str, ...]] = {}
+    for index in range(config.num_nextn_predict_layers):
+        layer = _file_layer(config, index)
+        for name, copy in ((embedding, "embed_tokens.weight"), (head, "shared_head.head.weight")):
+            copies[name] = (*copies.get(name, ()), f"{layer}.{copy}")
+    return copies
+
+
+def _file_layer(config: Any, index: int) -> str:
+    return f"model.layers.{config.num_hidden_layers + index}"
+
+
 def nearest(working: list[int], value: int) -> str:
     """The nearest valid numbers below and above a value that is not valid."""
     below = [n for n in working if n < value][-1:]

@@ -17,10 +17,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from meshtrain.errors import InputError, fold_names, join_some, plural
-from meshtrain.huggingface.safetensors import CONFIG, FLOATS, Entry, read_config, stored
-from meshtrain.huggingface.stored_names import StoredTensor, stored_tensors, table_of
+from meshtrain.huggingface.safetensors import (
+    CONFIG,
+    FLOATS,
+    Entry,
+    files_of_weights,
+    read_config,
+    stored,
+)
+from meshtrain.huggingface.stored_names import (
+    StoredTensor,
+    Table,
+    copies_of,
+    stored_copies,
+    stored_tensors,
+    table_of,
+)
+from meshtrain.job.hub import fetch, hub_name, local_path
 from meshtrain.job.parsing import parse_json
 from meshtrain.job.pending import advance
+from meshtrain.job.storage import with_retries
 from meshtrain.parallel.sharding import Part, is_empty, local_part, overlap, shape_of, within
 from meshtrain.parallel.tp_plan import plan_of
 
@@ -55,11 +71,20 @@ class WeightSource:
     lora: Any = None  # `train.lora` of the run that wrote the weights
 
 
+def fetch_weights(path: str, say: Callable[[str], None]) -> None:
+    """Brings the tensors of a model of the hub, `org/name@COMMIT`, into the cache; its small files
+    are there. Does nothing with the path of a folder. Raises what `hub.fetch` raises."""
+    name = hub_name(path)
+    if name is not None:
+        files = files_of_weights(local_path(path))
+        with_retries(lambda: fetch(name, files, say))
+
+
 @contextmanager
 def open_folder(folder: str | Path) -> Iterator[WeightSource]:
-    """The weights of a Hugging Face directory. Raises InputError: it is not one, or its files are
-    damaged."""
-    folder = Path(folder).expanduser()
+    """The weights of a Hugging Face directory, or of a model of the hub that is in the cache.
+    Raises InputError: it is not one, or its files are damaged."""
+    folder = local_path(folder)
     entries: dict[str, Entry] = {}
     files: dict[str, Path] = {}  # name of a tensor -> its file
     for path, entries_of_file in stored(folder).items():
@@ -135,16 +160,19 @@ def _destinations(
     model: nn.Module, entries: Mapping[str, Entry]
 ) -> tuple[dict[str, _Destination], list[str]]:
     """Destinations by names of stored tensors, and the names of missing ones. One name of a tied
-    tensor suffices."""
-    table = table_of(model)
+    tensor, or of one that files may have again, suffices."""
+    table, copies = table_of(model), copies_of(model)
     destinations: dict[str, _Destination] = {}
     missing: list[str] = []
     for names, tensor in named_tensors(model).items():
         forms = []  # of each name: the stored tensors that make it up
+        shape = tuple(tensor.shape)
         for name in names:
             # Checkpoints, and some newer files, store the tensor as the model has it.
             rules = {} if name in entries else table
-            forms.append(stored_tensors(name, tuple(tensor.shape), rules))
+            forms.append(stored_tensors(name, shape, rules))
+        for name in names:
+            forms += [[copy] for copy in stored_copies(name, shape, copies)]
         present = [form for form in forms if any(piece.name in entries for piece in form)]
         wanted = chain.from_iterable(present or forms[:1])
         missing += [piece.name for piece in wanted if piece.name not in entries]
@@ -198,6 +226,18 @@ def check_weights(
             f"{source.path}: {plural(len(ignored), 'tensor')} of {join_some(used)} not read: the "
             "model has none of it"
         )
+
+
+def _not_tied(name: str, copies: Table) -> str:
+    """The sentence for a tensor that files have more than once, with other values."""
+    own = f"{name} has values of its own in the files, and the model ties it to another tensor: "
+    for original, others in copies.items():
+        if name in (original, *others):
+            return own + (
+                "layers that predict further tokens share the model's embedding and head: leave "
+                "them out by model.num_nextn_predict_layers: 0"
+            )
+    return own + "give model.tie_word_embeddings: false"
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -298,10 +338,7 @@ def load_weights(
                 if start not in filled:
                     target.copy_(values)
                 elif not torch.equal(target, values.to(target)):
-                    raise InputError(
-                        f"{name} has values of its own in the files, and the model ties it to "
-                        "another tensor: give model.tie_word_embeddings: false"
-                    )
+                    raise InputError(_not_tied(name, copies_of(model)))
                 del values  # before the next are read
             filled.add(start)
     complete = {names for names, *_ in filled}

@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE,
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", SENTENCEPIECE,
 )  # fmt: skip
+TEXTS = (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)  # all but the tensors
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's file names
 METADATA = "__metadata__"  # the one key of a header that is not a tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -199,14 +200,8 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
     if (folder / SINGLE).is_file():
         return {folder / SINGLE: read_header(folder / SINGLE)}
     if not (folder / INDEX).is_file():
-        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
-        if pickled:
-            raise InputError(
-                f"{folder} holds its weights as {min(pickled).name}, a pickle, which can run code "
-                "when it is read: convert it (in transformers: from_pretrained, then "
-                "save_pretrained), or get the model's safetensors files"
-            )
-        raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: {_expected_files(folder)}")
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        require_safetensors(folder, names)
     names_by_file: dict[Path, list[str]] = {}
     for name, file in _read_index(folder / INDEX).items():
         names_by_file.setdefault(folder / file, []).append(name)
@@ -221,6 +216,29 @@ def stored(folder: Path) -> dict[Path, dict[str, Entry]]:
             )
         files[path] = {name: entries[name] for name in names}
     return files
+
+
+def require_safetensors(folder: Path | str, files: Sequence[str]) -> None:
+    """Raises InputError unless a folder, here or on the hub, with these files has weights that are
+    read."""
+    if SINGLE in files or INDEX in files:
+        return
+    pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+    if pickled:
+        raise InputError(
+            f"{folder} holds its weights as {min(pickled)}, a pickle, which can run code when it "
+            "is read: convert it (in transformers: from_pretrained, then save_pretrained), or get "
+            "the model's safetensors files"
+        )
+    raise InputError(f"{folder} has neither {SINGLE} nor {INDEX}: {_expected_files(Path(folder))}")
+
+
+def files_of_weights(folder: Path) -> list[str]:
+    """The names of a folder's files of tensors: those in its index, which is there, or the one file
+    of a folder without an index."""
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    return sorted(set(_read_index(folder / INDEX).values()))
 
 
 def _expected_files(folder: Path) -> str:

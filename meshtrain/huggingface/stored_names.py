@@ -9,10 +9,13 @@ Pure.
         "*.balance.loads": (),
     }
 
+    stored_again = {"lm_head.weight": ("model.layers.61.shared_head.head.weight",)}
+
 The first pattern that matches a tensor's name applies. `*` stands for the same text in the pattern
 and in the stored names. `{}` is the index along the tensor's dim 0 (the experts), which stored
 tensors lack. Several names are equal shares of the rows, the next dim, in order. An empty tuple:
-the tensor is not stored.
+the tensor is not stored. `stored_again` has the names of tensors that files have more than once,
+and those of the copies.
 """
 
 import re
@@ -70,6 +73,15 @@ def stored_tensors(name: str, shape: Shape, table: Table) -> list[StoredTensor]:
     return tensors
 
 
+def stored_copies(name: str, shape: Shape, copies: Table) -> list[StoredTensor]:
+    """The further stored tensors that hold a whole tensor of the model.
+
+    `copies`: a table `stored_again`.
+    """
+    whole = local_slice(shape or (1,), [])
+    return [StoredTensor(copy, shape, whole) for copy in copies.get(name, ())]
+
+
 def _check_rule(rule: "_Rule") -> None:
     names = list(rule.names)
     if any(stored.count("*") != rule.pattern.count("*") for stored in names):
@@ -116,6 +128,11 @@ def _fill_in(stored: str, texts: Sequence[str]) -> str:
     for text, following in zip(texts, others, strict=True):
         filled += text + following
     return filled
+
+
+def copies_of(model: Any) -> Table:
+    """The table `stored_again` of a model."""
+    return plan_of(model, "stored_again") or {}
 
 
 def table_of(model: Any) -> Table:

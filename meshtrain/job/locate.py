@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def bundled(kind: str) -> Path:
-    """The folder of the project's own `models`, `configs`, `hardware` or `tools/slurm`."""
+    """The folder of the project's own `models`, `configs`, `hardware`, `docs` or `tools/slurm`."""
     inside = _PACKAGE / "bundled" / kind
     return inside if inside.is_dir() else _PACKAGE.parent / kind
 
@@ -50,7 +50,9 @@ def config_path(name: str) -> Path:
 
 def data_files(source: str, path: str) -> list[str]:
     """The files that a path of a `data.source` names: for `megatron` the pair of its prefix, or of
-    either file."""
+    either file, and none for what lies elsewhere: on the hub, or in object storage."""
+    if source == "hub" or "://" in path:
+        return []
     if source != "megatron":
         return [path]
     prefix = path[:-4] if path.endswith((".bin", ".idx")) else path

@@ -17,7 +17,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Samples
 from meshtrain.data.order import microbatches
 from meshtrain.data.sequence import padded_length
-from meshtrain.errors import bytes_text
+from meshtrain.errors import InputError, bytes_text
 from meshtrain.huggingface.adapter import check_scale
 from meshtrain.huggingface.load import check_weights, load_weights
 from meshtrain.huggingface.stored_names import is_weight, table_of
@@ -43,12 +43,13 @@ from meshtrain.parallel.parallelize import (
     has_sequence_part,
     prepare,
 )
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.torch_private import apply_to_tensors, has_gradient_hooks, tree_leaves
 from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.probe import outline_of
+from meshtrain.pipeline.probe import Whole, outline_of, run_whole
 from meshtrain.pipeline.schedule import load
 from meshtrain.pipeline.stage import Outline, blocks_of, keep_stage, stages_of_parameter
 
@@ -297,19 +298,28 @@ def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = 
     """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
     does not tell them; None: not known. Raises InputError: stages cannot be made of it."""
     spec = spec_of(config)
-    # Two samples: batch norm in training refuses a single value per channel.
-    inputs = _inputs_of(config, samples=2) or sample
+    inputs = _stage_inputs(config) or sample
     if inputs is None:
         return outline_of(spec.copy(), None)
+    return _whole_forward(spec, inputs).outline
+
+
+def _stage_inputs(config: "Config") -> tuple[Tensor | None, ...] | None:
+    # Two samples or more: batch norm in training refuses a single value per channel.
+    return _inputs_of(config, samples=max(2, config.batch.micro_size))
+
+
+def _whole_forward(spec: ModelSpec, inputs: Sequence[Tensor | None]) -> Whole:
+    """What a forward of a model shows; it is run once for inputs of these shapes."""
     shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)
-    return _outline(spec, shapes)
+    return _known_forward(spec, shapes)
 
 
 @lru_cache(maxsize=8)
-def _outline(
+def _known_forward(
     spec: ModelSpec, inputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-) -> Outline:
-    return outline_of(
+) -> Whole:
+    return run_whole(
         spec.copy(),
         [None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in inputs],
     )
@@ -318,8 +328,9 @@ def _outline(
 def check_stages(config: "Config", split: StageSplit) -> None:
     """Raises InputError: the stages of a model whose inputs follow from the config would compute
     something other than the whole model. Others are looked at by `check_start`."""
-    inputs = _inputs_of(config, samples=config.batch.micro_size)
-    check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
+    inputs = _stage_inputs(config)
+    subject = _before_start(config, config.resolved, split, inputs)
+    check_model(Moment.START, replace(subject, whole=partial(_whole_forward, spec_of(config))))
 
 
 def _before_start(
@@ -528,13 +539,9 @@ def _give_values(plain: PlainModel, config: "Config", device: torch.device) -> N
 
 
 def check_start(
-    config: "Config",
-    layout: Layout | None = None,
-    data: Samples | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    config: "Config", layout: Layout | None = None, data: Samples | None = None
 ) -> None:
-    """Judges the model, reads headers or a manifest, and the first sample; reports weights that are
-    not read. Raises InputError: the initial weights do not fit the model, its export could not be
+    """Judges the model, and reads the first sample. Raises InputError: its export could not be
     written, `pp` cannot split the model, or an adapter would have no effect."""
     split: StageSplit | None = None
     if layout is not None and layout.size("pp") > 1:
@@ -545,8 +552,19 @@ def check_start(
         inputs = data.read([(0, 0)] * size, size).batch().inputs
     check_model(Moment.START, _before_start(config, layout, split, inputs))
     spec = spec_of(config)
+    if spec.loss is not None and depths_of(spec.meta) > 0:
+        raise InputError(
+            f"the model {config.model.name} predicts further tokens, which it learns by the cross "
+            "entropy, and its file has a loss of its own: leave those layers out "
+            "(model.num_nextn_predict_layers: 0)"
+        )
     if config.train.export is not None and hasattr(spec.module, "to_hugging_face"):
         spec.module.to_hugging_face(spec.config)  # raises for what could not be written in the end
+
+
+def check_first_values(config: "Config", say: Callable[[str], None] = lambda line: None) -> None:
+    """Reads headers or a manifest of the weights that a run starts from; reports weights that are
+    not read. Raises InputError: they do not fit the model."""
     start = config.model.weights
     if start is not None:
         with open_weights(start) as source:

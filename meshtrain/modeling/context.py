@@ -1,6 +1,7 @@
 """Costs of context parallelism, before a run: sequence chunks, and the traffic and memory of the
 model's attention."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, AttentionOptions
 from meshtrain.config import Config
+from meshtrain.config.schema import ParallelSection
 from meshtrain.data.sequence import head_ranges, kv_heads_of, padded_length
 from meshtrain.errors import bytes_text
 from meshtrain.layout import Layout
@@ -168,10 +170,12 @@ class ContextCosts:
 def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
     """The costs of `cp` for a run, from closed forms (docs/context-parallel.md); None without
     `cp`."""
-    ranks, tp = layout.size("cp"), layout.size("tp")
+    ranks = layout.size("cp")
+    tp = layout.size("tp")
     if ranks == 1:
         return None
-    spec, options = spec_of(config), config.parallel
+    spec = spec_of(config)
+    options = config.parallel
     length = config.data.seq_len
     plan = spec.plan("tp_plan")
     has_sequence_part = has_sequence_parts(options.sequence_parallel, plan)
@@ -190,32 +194,54 @@ def context_costs(config: Config, layout: Layout) -> ContextCosts | None:
         for heads, kv_heads, width, value_width, has_bias in attention_shapes(spec.meta)
     ]
     itemsize = compute_dtype(config.train.precision).itemsize
-    runs_again = options.recompute == "full"
+    saved, transient = _memory(shapes, options, itemsize)
+    return ContextCosts(
+        ranks=ranks,
+        length=length,
+        padded=padded,
+        sent=_messages(shapes, options, itemsize),
+        saved=saved,
+        transient=transient,
+    )
 
+
+def _messages(
+    shapes: Sequence[AttentionShape], options: ParallelSection, itemsize: int
+) -> dict[str, tuple[int, int]]:
+    """Each way to exchange keys and values -> bytes that it sends in a layer's forward and
+    backward, the config's own way first."""
+    if not shapes:
+        return {}
+    ranks = shapes[0].ranks
+    ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
+    if all(shape.query_heads % ranks == 0 for shape in shapes):
+        ways.append(("gather", ranks))
     sent: dict[str, tuple[int, int]] = {}
-    if shapes:
-        ways = [(options.context, options.context_heads), ("gather", 1), ("ring", 1)]
-        if all(shape.query_heads % ranks == 0 for shape in shapes):
-            ways.append(("gather", ranks))
-        for method, u in ways:
-            forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
-            if runs_again:
-                backward += forward
-            sent[_way(method, u, ranks)] = itemsize * forward, itemsize * backward
+    for method, u in ways:
+        forward, backward = max((shape.messages(u) for shape in shapes), key=sum)
+        if options.recompute == "full":  # the forward runs again
+            backward += forward
+        sent[_way(method, u, ranks)] = itemsize * forward, itemsize * backward
+    return sent
 
+
+def _memory(
+    shapes: Sequence[AttentionShape], options: ParallelSection, itemsize: int
+) -> tuple[int, int]:
+    """`saved` and `transient` of `ContextCosts`, of the layer with the most."""
     # Sums, and the number per query, are in float32 or wider.
     wider = max(4, itemsize) - itemsize
-    saved = transient = 0
+    saved = 0
+    transient = 0
     for shape in shapes:
         elements, more = shape.memory(options.context_heads, options.context)
-        saved = max(saved, elements * itemsize + wider * tokens * shape.query_heads)
-        # sums are about a quarter of the elements
+        numbers = shape.tokens * shape.query_heads
+        saved = max(saved, elements * itemsize + numbers * wider)
+        # Sums are about a quarter of the elements.
         transient = max(transient, more * (4 * itemsize + wider) // 4)
-    if runs_again:
-        saved, transient = 0, saved + transient
-    return ContextCosts(
-        ranks=ranks, length=length, padded=padded, sent=sent, saved=saved, transient=transient
-    )
+    if options.recompute == "full":  # nothing is kept, and all is there again in backward
+        return 0, saved + transient
+    return saved, transient
 
 
 def _way(method: str, u: int, ranks: int) -> str:

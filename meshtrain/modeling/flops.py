@@ -28,6 +28,7 @@ from meshtrain.attention import AttentionContext, attention
 from meshtrain.errors import plural
 from meshtrain.parallel import sinks
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.predictions import predicting
 from meshtrain.parallel.torch_private import tree_leaves, varlen_attention
 
 # TFLOP/s without sparsity, from NVIDIA's data sheets: the half column is for bfloat16 and float16
@@ -168,7 +169,7 @@ def sample_flops(
     trained = [tensor for tensor in state.values() if tensor.requires_grad]
     with _counting() as counter, torch.enable_grad():
         try:
-            with calls or nullcontext():
+            with calls or nullcontext(), predicting(model, on_meta):
                 output = functional_call(model, state, on_meta)
             ends = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
             ones = [torch.ones_like(x) for x in ends]
@@ -218,6 +219,7 @@ def block_flops(
             stack.callback(block.register_forward_hook(leave).remove)
         counter = stack.enter_context(_counting())
         stack.enter_context(torch.no_grad())
+        stack.enter_context(predicting(model, on_meta))
         try:
             output = functional_call(model, state, on_meta)
         except Exception as error:  # any error of a model that reads values of a tensor

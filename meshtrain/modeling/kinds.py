@@ -16,6 +16,7 @@ from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.batch import Batch
 from meshtrain.dropout import set_dropout
 from meshtrain.errors import InputError
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.torch_private import tree_leaves
 from meshtrain.pipeline.stage import SETTINGS, blocks_of, first_argument, first_input, skip_blocks
 
@@ -50,7 +51,7 @@ def batch_of(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> 
 def _batch_of_tokens(spec: ModelSpec, size: int, seq_len: int, mask_documents: bool) -> Batch:
     tokens, positions, targets = (torch.zeros(size, seq_len, dtype=torch.int64) for _ in range(3))
     documents = torch.zeros_like(tokens) if mask_documents else None
-    batch = Batch.of((tokens, positions, documents), targets)
+    batch = Batch.of((tokens, positions, documents), targets).looking_ahead(depths_of(spec.meta))
     return batch.with_context() if spec.plan("cp_plan") else batch
 
 

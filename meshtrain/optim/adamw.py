@@ -2,6 +2,7 @@
 all local parts."""
 
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,27 +28,23 @@ class AdamW(UpdateRule):
         self, groups: Sequence[ParamGroup], config: "OptimizerSection", mesh: Mesh
     ) -> None:
         super().__init__(groups, config, mesh)
-        # A shard of a small parameter may be empty, and a stage of a pipeline may have nothing to
-        # train.
-        self._parameters: list[LocalParameter] = []
-        torch_groups: list[dict[str, Any]] = []
-        for group in groups:
-            filled = [p for p in group.parameters if p.local.numel() > 0]
-            self._parameters += filled
-            torch_groups.append(
-                {
-                    "params": [p.local for p in filled],
-                    "weight_decay": group.options.weight_decay,
-                }
-            )
-        if not torch_groups:
+        # A shard of a small parameter may be empty.
+        self._parameters = [p for p in self.group_of if p.local.numel() > 0]
+        torch_groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": group.options.weight_decay} for group in groups
+        ]
+        if not torch_groups:  # a stage of a pipeline may have nothing to train
             torch_groups = [{"params": []}]
         self._adamw = torch.optim.AdamW(
             torch_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
+        self._torch_groups: dict[LocalParameter, dict[str, Any]] = {}
+        for group, torch_group in zip(groups, self._adamw.param_groups, strict=False):
+            self._torch_groups |= dict.fromkeys(group.parameters, torch_group)
         for p in self._parameters:
             step = torch.zeros((), dtype=torch.float32, device=p.local.device)
-            self._adamw.state[p.local] = {"step": step, **p.state}
+            # torch finds the averages where they are at the time.
+            self._adamw.state[p.local] = ChainMap({"step": step}, p.state)
         # The kernel takes its factor in float32, which is not precise enough for other gradients.
         self._kernel_scales = all(p.local.dtype == torch.float32 for p in self._parameters)
 
@@ -73,7 +70,13 @@ class AdamW(UpdateRule):
         # Without groups torch has an empty one.
         for group, torch_group in zip(self.groups, self._adamw.param_groups, strict=False):
             torch_group["lr"] = group.lr
-        self._adamw.step()
+        for parameters in self.home.visit():
+            for torch_group in self._adamw.param_groups:
+                torch_group["params"] = []
+            for p in parameters:
+                if p.local.numel() > 0:
+                    self._torch_groups[p]["params"].append(p.local)
+            self._adamw.step()
 
     def set_updates(self, updates: Tensor) -> None:
         for state in self._adamw.state.values():
@@ -111,10 +114,10 @@ class RoundedAdamW(UpdateRule):
         number = (self._updates + torch.ones_like(skip)).double()
         beta1, beta2 = self._betas
         now = _Update(number, 1 - beta1**number, 1 - beta2**number, skip.bool(), factor)
-        for group in self.groups:
-            for p in group.parameters:
+        for parameters in self.home.visit():
+            for p in parameters:
                 if p.local.numel() > 0:
-                    self._update_in_blocks(p, group, now)
+                    self._update_in_blocks(p, self.group_of[p], now)
         self._updates = self._updates + 1 - skip
 
     def _update_in_blocks(self, p: LocalParameter, group: ParamGroup, now: "_Update") -> None:

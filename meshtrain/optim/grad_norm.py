@@ -95,7 +95,7 @@ class LocalParameter:
 
 def local_parameters(model: nn.Module, mesh: Mesh) -> list[LocalParameter]:
     """The trainable parameters of a model, or of this rank's pipeline stages."""
-    table = table_of(_stages(model)[0])
+    table = table_of(stages_of(model)[0])
     shared = {p for sync in optimizer_shards(model) for p in sync.parameters}
     return [
         LocalParameter(spec, p, mesh, table, shared=p in shared)
@@ -109,13 +109,13 @@ def optimizer_shards(model: nn.Module) -> list[BucketedReduceScatter]:
     stages."""
     return [
         sync
-        for stage in _stages(model)
+        for stage in stages_of(model)
         for sync in gradient_syncs(stage)
         if isinstance(sync, BucketedReduceScatter)
     ]
 
 
-def _stages(model: nn.Module) -> list[nn.Module]:
+def stages_of(model: nn.Module) -> list[nn.Module]:
     """This rank's stages of a `Pipeline`; a model itself."""
     # Known by an attribute: pipeline/ stands above this room.
     return model.stages() if hasattr(model, "parameter_stages") else [model]  # type: ignore[operator]

@@ -47,10 +47,9 @@ def matrices_of(spec: ParameterSpec, table: Table) -> list[Part]:
     (`stored_as`), so that each expert's gate and up are two matrices. A 3-D tensor of a file gives
     one matrix per index of dim 0. All have the same shape. A parameter that no file has, such as a
     LoRA adapter, is not divided further."""
-    # With an empty table there is one tensor, the parameter itself.
-    tensors = stored_tensors(spec.name, spec.shape, table) or stored_tensors(
-        spec.name, spec.shape, {}
-    )
+    tensors = stored_tensors(spec.name, spec.shape, table)
+    if not tensors:  # no file has the parameter: without a table it is one tensor
+        tensors = stored_tensors(spec.name, spec.shape, {})
     matrices: list[Part] = []
     for stored in tensors:
         first, *rest = stored.part
@@ -68,10 +67,11 @@ def deal_out(shapes: Iterable[Shape], ranks: int) -> list[int]:
     costs = [min(shape) ** 2 * max(shape) for shape in shapes]
     costliest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     owners = [0] * len(costs)
-    loads = [(0, rank) for rank in range(ranks)]  # a heap
+    loads = [(0, rank) for rank in range(ranks)]  # a heap: the least loaded rank is its first
     for i in costliest_first:
-        load, owners[i] = loads[0]
-        heapq.heapreplace(loads, (load + costs[i], owners[i]))
+        load, rank = loads[0]
+        owners[i] = rank
+        heapq.heapreplace(loads, (load + costs[i], rank))
     return owners
 
 
@@ -80,16 +80,16 @@ def holders_of(
 ) -> list[tuple[Part, list[int]]]:
     """Each nonempty part of a parameter that some of the ranks hold, and the indices of these ranks
     in `ranks`."""
-    parts: dict[tuple[tuple[int, int], ...], Part] = {}
-    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    held: dict[tuple[tuple[int, int], ...], tuple[Part, list[int]]] = {}
     for place, rank in enumerate(ranks):
-        part = spec.part({cut.axis: layout.index(rank, cut.axis) for cut in spec.cuts})
+        indices = {cut.axis: layout.index(rank, cut.axis) for cut in spec.cuts}
+        part = spec.part(indices)
         if is_empty(part):
             continue
         key = tuple((rows.start, rows.stop) for rows in part)  # a slice has no hash
-        parts.setdefault(key, part)
-        holders.setdefault(key, []).append(place)
-    return [(part, holders[key]) for key, part in parts.items()]
+        _, holders = held.setdefault(key, (part, []))
+        holders.append(place)
+    return list(held.values())
 
 
 def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> Piece | None:
@@ -102,7 +102,7 @@ def piece_of(matrix: Matrix, part: Part, holders: Sequence[int], ranks: int) -> 
     if matrix.owner not in holders:
         # One near it: at the same relative position among holders as the owner among all ranks.
         source = holders[matrix.owner * len(holders) // ranks]
-    return Piece(matrix, common, holders, source)
+    return Piece(matrix=matrix, part=common, holders=holders, source=source)
 
 
 @dataclass(frozen=True)
@@ -152,19 +152,20 @@ def plan_exchange(
     parameters, each with its table `stored_as`."""
     matrices = _assigned(parameters, len(ranks))
     holders = _holders(parameters, layout, ranks)
-    held: list[Piece] = []
-    computed: list[Piece] = []
+    held: list[Piece] = []  # by this rank
+    computed: list[Piece] = []  # those of the matrices that it computes
     for matrix in matrices:
+        computes = matrix.owner == me
         for part, who in holders[matrix.parameter]:
             holds = me in who
-            if not holds and matrix.owner != me:
+            if not holds and not computes:
                 continue
             piece = piece_of(matrix, part, who, len(ranks))
             if piece is None:
                 continue
             if holds:
                 held.append(piece)
-            if matrix.owner == me:
+            if computes:
                 computed.append(piece)
 
     shape_of_matrix = {matrix.parameter: matrix.shape for matrix in matrices}
@@ -185,14 +186,12 @@ def plan_exchange(
 
 def _assigned(parameters: Sequence[tuple[ParameterSpec, Table]], ranks: int) -> list[Matrix]:
     """All matrices, numbered, each with the rank that computes it."""
-    parts: list[tuple[int, Part]] = []  # with the index of the parameter
+    matrices: list[Matrix] = []
     for i, (spec, table) in enumerate(parameters):
-        parts += [(i, part) for part in matrices_of(spec, table)]
-    owners = deal_out([shape_of(part)[-2:] for _, part in parts], ranks)
-    return [
-        Matrix(number, i, part, owner)
-        for number, ((i, part), owner) in enumerate(zip(parts, owners, strict=True))
-    ]
+        for part in matrices_of(spec, table):
+            matrices.append(Matrix(number=len(matrices), parameter=i, part=part, owner=0))
+    owners = deal_out([matrix.shape for matrix in matrices], ranks)
+    return [matrix._replace(owner=owner) for matrix, owner in zip(matrices, owners, strict=True)]
 
 
 def _holders(
@@ -201,7 +200,10 @@ def _holders(
     """`holders_of` each parameter."""
     # Layers are alike: there are few kinds of parameters, and many ranks.
     of_kind: dict[object, list[tuple[Part, list[int]]]] = {}
+    of_parameters = []
     for spec, _ in parameters:
-        if (spec.dims, spec.cuts) not in of_kind:
-            of_kind[spec.dims, spec.cuts] = holders_of(spec, layout, ranks)
-    return [of_kind[spec.dims, spec.cuts] for spec, _ in parameters]
+        kind = (spec.dims, spec.cuts)
+        if kind not in of_kind:
+            of_kind[kind] = holders_of(spec, layout, ranks)
+        of_parameters.append(of_kind[kind])
+    return of_parameters

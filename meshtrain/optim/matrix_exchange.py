@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from meshtrain.errors import group_values
 from meshtrain.layout import STAGE
 from meshtrain.mesh import Mesh
 from meshtrain.optim.grad_norm import LocalParameter
@@ -35,9 +36,8 @@ class MatrixExchange:
         self._axis: AxisGroup | None = None
         if self._ranks > 1:
             self._axis = axis_group(mesh, STAGE)
-        self._plan = plan_exchange(
-            [(p.spec, p.stored_as) for p in parameters], mesh.layout, ranks, mesh.index(STAGE)
-        )
+        described = [(p.spec, p.stored_as) for p in parameters]
+        self._plan = plan_exchange(described, mesh.layout, ranks, me=mesh.index(STAGE))
         self.shapes = self._plan.shapes
 
     def apply(
@@ -56,6 +56,7 @@ class MatrixExchange:
         outgoing = [self._view(tensors, piece) for _, piece in transfer.outgoing]
         arrived = self._send(transfer, outgoing, like)
 
+        # A matrix is put together from the pieces of several ranks.
         matrices: dict[int, Tensor] = {}
         for (_, piece), values in zip(transfer.arriving, arrived, strict=True):
             number = piece.matrix.number
@@ -66,23 +67,23 @@ class MatrixExchange:
         return matrices
 
     def _compute(self, function: Callable[[Tensor], Tensor], matrices: dict[int, Tensor]) -> None:
-        """Replaces each matrix by its result; matrices of one shape are computed in batches."""
-        numbers_of: dict[torch.Size, list[int]] = {}
-        for number in sorted(matrices):
-            numbers_of.setdefault(matrices[number].shape, []).append(number)
-
-        for shape, numbers in numbers_of.items():
-            count = max(1, BATCH // math.prod(shape))
-            for first in range(0, len(numbers), count):
-                batch = numbers[first : first + count]
-                results = function(torch.stack([matrices[number] for number in batch]))
+        """Replaces each matrix by its result."""
+        # One product of a batch costs less than one of each matrix, but a batch needs one shape.
+        by_shape = group_values((matrices[number].shape, number) for number in sorted(matrices))
+        for shape, numbers in by_shape.items():
+            at_once = max(1, BATCH // math.prod(shape))
+            for first in range(0, len(numbers), at_once):
+                batch = numbers[first : first + at_once]
+                stacked = torch.stack([matrices[number] for number in batch])
+                results = function(stacked)
                 matrices.update(zip(batch, results.unbind(), strict=True))
 
     def _return(self, matrices: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the results, in the shapes of the tensors."""
         transfer = self._plan.to_holders
+        like = tensors[0]
         outgoing = [_in_matrix(matrices, piece) for _, piece in transfer.outgoing]
-        returned = self._send(transfer, outgoing, tensors[0])
+        returned = self._send(transfer, outgoing, like)
 
         results = [torch.empty_like(tensor) for tensor in tensors]
         for (_, piece), values in zip(transfer.arriving, returned, strict=True):
@@ -101,12 +102,12 @@ class MatrixExchange:
         """Sends the values of the outgoing pieces; returns the flat values of the arriving ones."""
         # A rank may have nothing to send, and `cat` takes no empty list.
         nothing = like.new_empty(0)
-        flat = torch.cat([nothing, *(values.reshape(-1) for values in outgoing)])
+        message = torch.cat([nothing, *(values.reshape(-1) for values in outgoing)])
         if self._axis is not None:
             send = self._elements_by_rank(transfer.outgoing)
             receive = self._elements_by_rank(transfer.arriving)
-            flat = self._axis.start_all_to_all_single(flat, send, receive).wait()
-        return flat.split([piece.numel for _, piece in transfer.arriving])
+            message = self._axis.start_all_to_all_single(message, send, receive).wait()
+        return message.split([piece.numel for _, piece in transfer.arriving])
 
     def _elements_by_rank(self, pieces: Sequence[tuple[int, Piece]]) -> list[int]:
         elements = [0] * self._ranks

@@ -79,14 +79,17 @@ class Muon(UpdateRule):
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         scale_gradients([p for _, p in self._parameters], factor)
         skipped = skip.bool()
-        directions = [self._direction(p, skipped) for _, p in self._parameters]
-        directions = self._exchange.apply(orthogonalize, directions)
-        for (group, p), direction, shape in zip(
-            self._parameters, directions, self._exchange.shapes, strict=True
-        ):
+        directions: list[Tensor] = []
+        for parameters in self.home.visit():
+            directions += [self._direction(p, skipped) for p in parameters]
+        orthogonal = self._exchange.apply(orthogonalize, directions)
+
+        shapes = self._exchange.shapes
+        for (group, p), direction, shape in zip(self._parameters, orthogonal, shapes, strict=True):
             local = p.local.detach()
-            rate = group.lr * RMS * math.sqrt(max(shape))
+            # W <- (1 - lr decay) W - lr 0.2 sqrt(max(m, n)) O
             decayed = local.mul(1 - group.lr * group.options.weight_decay)
+            rate = group.lr * RMS * math.sqrt(max(shape))
             changed = decayed.add_(direction, alpha=-rate)
             local.copy_(torch.where(skipped, local, changed))
 

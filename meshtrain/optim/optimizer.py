@@ -5,7 +5,7 @@ A new optimizer is one subclass of `UpdateRule`, and a line in `registry.py`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
@@ -25,10 +25,13 @@ from meshtrain.optim.grad_norm import (
     optimizer_shards,
     scale_gradients,
     squared_norm,
+    stages_of,
 )
 from meshtrain.optim.groups import EMA, GroupOptions, group_options, state_specs
+from meshtrain.optim.host_states import Home, OnDevice, OnHost
 from meshtrain.optim.lr_schedule import learning_rate
 from meshtrain.optim.registry import update_rule
+from meshtrain.parallel.host_link import states_link
 from meshtrain.parallel.sharding import ParameterSpec, shape_of
 
 if TYPE_CHECKING:
@@ -45,6 +48,15 @@ class ParamGroup:
     lr: float = 0.0
 
 
+def states_of(parameter: LocalParameter) -> list[str]:
+    """The names of the states that a parameter's rule keeps: all but the average of its weights."""
+    return [name for name in parameter.state_specs if name != EMA]
+
+
+def _average_of(parameter: LocalParameter) -> list[str]:
+    return [EMA]
+
+
 class UpdateRule:
     """How one optimizer updates parameters."""
 
@@ -58,6 +70,8 @@ class UpdateRule:
         """The state of each parameter already exists, as zeros, which the rule may change."""
         self.groups = groups
         self.mesh = mesh
+        self.group_of = {p: group for group in groups for p in group.parameters}
+        self.home: Home = OnDevice(list(self.group_of))  # where the state is between updates
 
     @classmethod
     def state_specs(cls, parameter: ParameterSpec) -> dict[str, ParameterSpec]:
@@ -110,12 +124,13 @@ class UpdateRule:
 
     def update(self, skip: Tensor, factor: Tensor | None) -> None:
         """Updates parameters from `local.grad` times `factor` (None: 1), unless `skip` is 1:
-        scalars on the device."""
+        scalars on the device. Their state is there for those that `home.visit()` yields."""
         # All at once, in one kernel.
-        scale_gradients([p for group in self.groups for p in group.parameters], factor)
-        for group in self.groups:
-            for parameter in group.parameters:
-                kept = parameter.local, *parameter.state.values()
+        scale_gradients(list(self.group_of), factor)
+        for parameters in self.home.visit():
+            for parameter in parameters:
+                group = self.group_of[parameter]
+                kept = parameter.local, *(parameter.state[name] for name in states_of(parameter))
                 with unless(skip, *kept), torch.no_grad():
                     self.update_parameter(parameter, group.lr, group.options.weight_decay)
 
@@ -159,6 +174,8 @@ class Optimizer:
         self._by_parameter: dict[Tensor, LocalParameter] = {
             local.parameter: local for local in self._parameters
         }
+        self._link = states_link(stages_of(model)[0])
+        self._device = device_of(model, mesh)
         for local in self._parameters:
             self._make_state(local, mesh)
         self.param_groups = self._grouped()
@@ -166,19 +183,37 @@ class Optimizer:
         if "muon" in (config.name, *(group.name for group in config.groups)):
             mesh.make_group(STAGE)  # a collective: also on ranks whose stage has no matrix
         groups_of_rule = group_values((group.options.name, group) for group in self.param_groups)
-        self.rules = {
-            name: update_rule(name, config.state_precision)(groups_of_rule[name], config, mesh)
-            for name in sorted(groups_of_rule)
-        }
-        self.updates = torch.zeros((), dtype=torch.float32, device=device_of(model, mesh))
+        self.rules: dict[str, UpdateRule] = {}
+        self._on_host: list[OnHost] = []
+        for name in sorted(groups_of_rule):
+            groups = groups_of_rule[name]
+            home = self._home([p for group in groups for p in group.parameters], states_of)
+            self.rules[name] = update_rule(name, config.state_precision)(groups, config, mesh)
+            self.rules[name].home = home
+        self._averages: Home | None = None
+        if config.ema_decay is not None:
+            self._averages = self._home(self._parameters, _average_of)
+            for local in self._parameters:
+                local.state[EMA].copy_(local.local.detach())
+        self.updates = torch.zeros((), dtype=torch.float32, device=self._device)
 
     def _make_state(self, local: LocalParameter, mesh: Mesh) -> None:
         """The state exists before the first update, so that a checkpoint can be loaded into it."""
         local.state_specs = state_specs(self.config, local.spec)
+        # On the host they get their memory in `_home`.
+        device = self._device if self._link is None else torch.device("meta")
         for name, spec in local.state_specs.items():
-            local.state[name] = _zeros(spec, local, mesh)
-        if EMA in local.state:
-            local.state[EMA].copy_(local.local.detach())
+            local.state[name] = _zeros(spec, local, mesh, device)
+
+    def _home(
+        self, parameters: list[LocalParameter], names: Callable[[LocalParameter], list[str]]
+    ) -> Home:
+        """Where the states with these names are between updates."""
+        if self._link is None:
+            return OnDevice(parameters)
+        home = OnHost(parameters, names, self._link, self._device)
+        self._on_host.append(home)
+        return home
 
     def _grouped(self) -> list[ParamGroup]:
         groups: dict[GroupOptions, ParamGroup] = {}
@@ -190,11 +225,14 @@ class Optimizer:
     def state(self, parameter: Tensor) -> dict[str, tuple[ParameterSpec, Tensor]]:
         """The state of a parameter: name -> its spec, and this rank's part of it, not copied.
 
-        Empty for a tensor that updates do not change.
+        Empty for a tensor that updates do not change. With the states on the host it waits until
+        the last update is done.
         """
         local = self._by_parameter.get(parameter)
         if local is None:
             return {}
+        for home in self._on_host:
+            home.finish()
         return {name: (spec, local.state[name]) for name, spec in local.state_specs.items()}
 
     def take_updates(self) -> None:
@@ -229,9 +267,11 @@ class Optimizer:
         return lr
 
     def _update_averages(self, decay: float, skipped: Tensor) -> None:
+        assert self._averages is not None
         weight = (1 - decay) * (1 - skipped.double())  # of the new weights
-        for local in self._parameters:
-            local.state[EMA].lerp_(local.local.detach(), weight.to(local.local.dtype))
+        for parameters in self._averages.visit():
+            for local in parameters:
+                local.state[EMA].lerp_(local.local.detach(), weight.to(local.local.dtype))
 
     def _gather(self) -> None:
         """All-gathers the rows that each copy has updated (ZeRO-1)."""
@@ -250,10 +290,12 @@ class Optimizer:
 
     @torch.no_grad()
     def _swap_averages(self, model: nn.Module) -> None:
-        for local in self._parameters:
-            value = local.local.detach().clone()
-            local.local.detach().copy_(local.state[EMA])
-            local.state[EMA].copy_(value)
+        assert self._averages is not None
+        for parameters in self._averages.visit():
+            for local in parameters:
+                value = local.local.detach().clone()
+                local.local.detach().copy_(local.state[EMA])
+                local.state[EMA].copy_(value)
         self._gather()
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -265,13 +307,24 @@ class Optimizer:
             local.parameter.grad = local.local.grad = None
 
 
-def _zeros(spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh) -> Tensor:
+def state_bytes(model: nn.Module, config: "OptimizerSection", mesh: Mesh) -> int:
+    """Bytes of this rank's states of an optimizer of a parallelized model."""
+    nbytes = 0
+    for local in local_parameters(model, mesh):
+        for spec in state_specs(config, local.spec).values():
+            nbytes += _zeros(spec, local, mesh, torch.device("meta")).nbytes
+    return nbytes
+
+
+def _zeros(
+    spec: ParameterSpec, parameter: LocalParameter, mesh: Mesh, device: torch.device
+) -> Tensor:
     """This rank's part of a state tensor. One with the parameter's shape and sharding also has its
     memory format."""
     dtype = spec.dtype or parameter.local.dtype
     if spec.shape == parameter.spec.shape and spec.cuts == parameter.spec.cuts:
-        return torch.zeros_like(parameter.local, dtype=dtype, requires_grad=False)
+        return torch.zeros_like(parameter.local, dtype=dtype, device=device, requires_grad=False)
     position = {cut.axis: mesh.index(cut.axis) for cut in spec.cuts}
     # A scalar has no dim, though it counts as one in its parts.
     shape = shape_of(spec.part(position)) if spec.shape else ()
-    return torch.zeros(shape, dtype=dtype, device=parameter.local.device)
+    return torch.zeros(shape, dtype=dtype, device=device)

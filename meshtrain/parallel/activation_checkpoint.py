@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -38,7 +39,12 @@ ROUTING_OPERATORS = frozenset(
 )
 
 
-def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False) -> Callable:
+Keep = Callable[[Tensor], Callable[[], Tensor]]
+
+
+def checkpoint_block(
+    forward: Callable, recompute: str, *, routes: bool = False, keep: Keep | None = None
+) -> Callable:
     """Wraps a forward so that it saves less for its backward.
 
     Args:
@@ -49,6 +55,7 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
             of all communication, and recomputes the rest.
         routes: the block has experts, and saves the results of `ROUTING_OPERATORS` with "full" and
             "selective".
+        keep: what is saved in the place of the results of operators; see `KeepsBeforeWrites`.
     """
     if recompute == "none":
         return forward
@@ -57,13 +64,17 @@ def checkpoint_block(forward: Callable, recompute: str, *, routes: bool = False)
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if recompute == "selective" or routes:
         policy = _policy if recompute == "selective" else _routing_policy
-        settings["context_fn"] = partial(_contexts, policy)
+        settings["context_fn"] = partial(_contexts, policy, keep)
     return partial(checkpoint, forward, **settings)
 
 
-def _contexts(policy: Callable) -> tuple[KeepsBeforeWrites, AbstractContextManager]:
-    saving, loading = create_selective_checkpoint_contexts(policy)
-    return KeepsBeforeWrites(policy, saving.storage), loading
+def _contexts(
+    policy: Callable, keep: Keep | None
+) -> tuple[KeepsBeforeWrites, AbstractContextManager]:
+    plain, loading = create_selective_checkpoint_contexts(policy)
+    saving = KeepsBeforeWrites(policy, plain.storage)
+    saving.keep = keep
+    return saving, loading
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -134,11 +134,17 @@ def _over_ranks(
     largest: Tensor, total: Tensor, wanted: Tensor, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each rank's part of the logits of n tokens, the same for all of them: the largest, the sum
-    of exponentials relative to it, and the sum of the shares of what is wanted, (n,) each."""
-    of_ranks = ops.all_gather(torch.stack([largest, total, wanted])[None], group)  # (t, 3, n)
+    of exponentials relative to it, and the sum of the shares of what is wanted, (n,) each.
+
+        m = max_r m_r
+        Z = sum_r Z_r exp(m_r - m)      since Z_r = sum of exp(logit - m_r) over the part of rank r
+    """
+    own = torch.stack([largest, total, wanted])
+    of_ranks = ops.all_gather(own[None], group)  # (t, 3, n)
     largests, totals, shares = of_ranks.unbind(1)
     largest = largests.max(0).values
-    return largest, (totals * (largests - largest).exp()).sum(0), shares.sum(0)
+    total = (totals * (largests - largest).exp()).sum(0)
+    return largest, total, shares.sum(0)
 
 
 def refuse_unknown(targets: Tensor, vocabulary: int) -> None:

@@ -200,11 +200,14 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.missing: set[Tensor] = set(parameters)  # gradients not yet ready in a last backward
+        self.views: dict[Tensor, Tensor] = {}
+
         parts = [to_local(p.detach()) for p in parameters]
         sizes = [part.numel() for part in parts]
-        self.flat = torch.zeros(sum(sizes), dtype=parts[0].dtype, device=parts[0].device)
-        self.views: dict[Tensor, Tensor] = {}
-        for parameter, part, piece in zip(parameters, parts, self.flat.split(sizes), strict=True):
+        first = parts[0]  # all have its dtype and device
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split(sizes)
+        for parameter, part, piece in zip(parameters, parts, pieces, strict=True):
             view = from_local(piece.view_as(part), like=parameter)
             self.views[parameter] = view
             # Products write the first gradient of a step here at once, instead of to new memory
@@ -251,29 +254,31 @@ class BucketedReduceScatter(BucketedAllReduce):
 
     def __init__(self, model: nn.Module, mesh: Mesh, axis: str, *arguments: Any) -> None:
         super().__init__(model, mesh, axis, *arguments)
+        self.parameters: set[Tensor] = set()  # whose rows are shared out
         self._copies = axis_group(mesh, axis)
         self._rows: dict[Bucket, Rows] = {}
+        self._in_flight: deque[tuple[Bucket, AsyncResult]] = deque()
         for bucket in self._buckets:
-            parts = [to_local(p.detach()) for p in bucket.views]
+            parameters = list(bucket.views)
+            self.parameters.update(parameters)
+            parts = [to_local(p.detach()) for p in parameters]
             self._rows[bucket] = Rows(parts, self._copies)
-        self._sums: deque[tuple[Bucket, AsyncResult]] = deque()  # in flight
-        self.parameters = {p for bucket in self._buckets for p in bucket.views}
 
     def _start(self, bucket: Bucket, flat: Tensor) -> None:
         # Each message in flight is a copy of a bucket, so there are only a few.
-        while len(self._sums) >= IN_FLIGHT:
+        while len(self._in_flight) >= IN_FLIGHT:
             self._finish_first()
         rows = self._rows[bucket]
         message = rows.scattered(flat.split(rows.sizes))
         result = self._copies.start_reduce_scatter(self._in_message_type(message))
-        self._sums.append((bucket, result))
+        self._in_flight.append((bucket, result))
 
     def _finish_buckets(self) -> None:
-        while self._sums:
+        while self._in_flight:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        bucket, result = self._sums.popleft()
+        bucket, result = self._in_flight.popleft()
         with self._measured_wait():
             part = result.wait()
         rows = self._rows[bucket]
@@ -328,10 +333,12 @@ class Rows:
     def gather(self) -> None:
         """All-gathers the rows of all ranks into the tensors."""
         flat = [tensor.view(-1) for tensor in self.tensors]
-        part = flat[0].new_zeros(self.length)
-        for piece, place in self._own(flat, part):
+        own_part = flat[0].new_zeros(self.length)
+        for piece, place in self._own(flat, own_part):
             place.copy_(piece)
-        message = self.copies.start_all_gather(part).wait().view(self.copies.size, -1)
+        gathered = self.copies.start_all_gather(own_part).wait()
+
+        message = gathered.view(self.copies.size, self.length)
         for piece, place in self._pieces(flat, message):
             piece.copy_(place)
 
@@ -343,9 +350,10 @@ class Rows:
     def _own(self, tensors: Sequence[Tensor], part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of views: this rank's rows of each flat tensor, and their place in its part."""
         for tensor, split in zip(tensors, self._splits, strict=True):
-            own = chunk_range(split.rows, self.copies.size, self.copies.index)
-            piece = tensor[own.start * split.width : own.stop * split.width]
-            yield piece, part[split.begin : split.begin + piece.numel()]
+            rows = chunk_range(split.rows, self.copies.size, self.copies.index)
+            piece = tensor[rows.start * split.width : rows.stop * split.width]
+            end = split.begin + piece.numel()
+            yield piece, part[split.begin : end]
 
     def _pieces(
         self, tensors: Sequence[Tensor], message: Tensor
@@ -354,9 +362,11 @@ class Rows:
         with a full chunk at once, then those of the rank with a partial chunk."""
         for tensor, split in zip(tensors, self._splits, strict=True):
             full_ranks = split.rows // max(split.chunk, 1)
-            size = split.chunk * split.width
+            size = split.chunk * split.width  # of a full chunk
             full = tensor[: full_ranks * size].view(full_ranks, size)
             yield full, message[:full_ranks, split.begin : split.begin + size]
+
             rest = tensor[full_ranks * size :]
             if rest.numel() > 0:
-                yield rest, message[full_ranks, split.begin : split.begin + rest.numel()]
+                end = split.begin + rest.numel()
+                yield rest, message[full_ranks, split.begin : end]

@@ -171,11 +171,15 @@ class _Record(TorchDispatchMode):
 
         made: list[int | None] = []
         for tensor in tree_leaves(result):
-            is_new = isinstance(tensor, Tensor) and memory_of(tensor) not in self._numbers
-            made.append(self._number(tensor, is_new=True) if is_new else None)
+            number = None
+            if isinstance(tensor, Tensor) and memory_of(tensor) not in self._numbers:
+                number = self._number(tensor, is_new=True)
+            made.append(number)
+        makes_any = any(number is not None for number in made)
+        # An empty tensor is not recorded: where it is read it has zeros, so that a value that
+        # nobody sets is the same everywhere.
         is_empty = func.__name__.startswith(("empty", "new_empty"))
-        # An empty tensor has zeros here, so that a value that nobody sets is the same everywhere.
-        if written or (any(number is not None for number in made) and not is_empty):
+        if written or (makes_any and not is_empty):
             self._append(func, places, [self.place(x) for x in written], made, draw)
         return result
 
@@ -184,7 +188,9 @@ class _Record(TorchDispatchMode):
         meta."""
         with self.paused():
             places = tree_map_only(Tensor, self.place, ((), dict(named)))
-        self._append(function, places, [places[1]["tensor"]], [], self._next_draw())
+        _, named_places = places
+        written = [named_places["tensor"]]
+        self._append(function, places, written, made=[], draw=self._next_draw())
 
     def _append(
         self,
@@ -194,14 +200,15 @@ class _Record(TorchDispatchMode):
         made: Sequence[int | None],
         draw: int | None,
     ) -> None:
+        # It will run on a CPU, where it was asked for one and has run on meta.
         args, named = tree_map_only(torch.device, lambda d: CPU if d == META else d, places)
-        name = getattr(function, "__name__", "")
-        takes_shape = name.startswith("new_") or "_like" in name
-        leaves = [] if takes_shape else tree_leaves(places)
-        read = [place.storage for place in leaves if isinstance(place, _Place)]
+        read = self._read_by(function, places)
+
+        # What a storage held before does not count where it is overwritten, all of it.
         fills: int | None = None
         overwrites = getattr(function, "overloadpacket", None) in FILLS
-        if len(written) == 1 and (overwrites or inspect.isfunction(function)):
+        is_init = inspect.isfunction(function)  # of torch.nn.init
+        if len(written) == 1 and (overwrites or is_init):
             place = written[0]
             if place.size == self._sizes[place.storage]:
                 fills = place.storage
@@ -210,17 +217,25 @@ class _Record(TorchDispatchMode):
             function,
             args,
             named,
-            frozenset(read),
-            made,
-            fills,
-            draw,
-            torch.get_default_dtype(),
+            read=frozenset(read),
+            made=made,
+            fills=fills,
+            draw=draw,
+            dtype=torch.get_default_dtype(),
         )
         index = len(self._calls)
         self._calls.append(call)
         for number in (*made, *(place.storage for place in written)):
             if number is not None:
                 self._changes[number].append(index)
+
+    def _read_by(self, function: Callable[..., Any], places: tuple[Any, Any]) -> list[int]:
+        """The storages whose values a function needs."""
+        name = getattr(function, "__name__", "")
+        takes_only_shape = name.startswith("new_") or "_like" in name
+        if takes_only_shape:
+            return []
+        return [place.storage for place in tree_leaves(places) if isinstance(place, _Place)]
 
     def _moved(
         self, func: Any, args: Any, kwargs: Any, written: Sequence[Tensor]
@@ -299,19 +314,21 @@ class _Record(TorchDispatchMode):
     def needed(self, place: _Place) -> list[int]:
         """The calls on which a tensor's values depend, in order."""
         needed: set[int] = set()
-        seen = set[tuple[int, int]]()
-        waiting = [(place.storage, len(self._calls))]
-        while waiting:
-            number, end = waiting.pop()
-            for index in reversed(self._changes[number]):
+        # Storages, each as it was before a call. What changed it there is needed, back to where it
+        # was made or overwritten; and all that these calls read, as it was before them.
+        open_ends = [(place.storage, len(self._calls))]
+        seen = set(open_ends)
+        while open_ends:
+            storage, end = open_ends.pop()
+            for index in reversed(self._changes[storage]):
                 if index >= end:
                     continue
                 call = self._calls[index]
                 needed.add(index)
-                following = {(other, index) for other in call.read} - seen
-                seen |= following
-                waiting += following
-                if call.fills == number or number in call.made:
+                read = {(other, index) for other in call.read} - seen
+                seen |= read
+                open_ends += read
+                if call.fills == storage or storage in call.made:
                     break
         return sorted(needed)
 
@@ -325,12 +342,12 @@ class _Record(TorchDispatchMode):
     def values(self, place: _Place) -> Tensor:
         """The values of a tensor at the end of the constructor, on the CPU."""
         calls = self.needed(place)
-        last: dict[int, int] = {}  # storage -> the last call that uses it
+        last_use: dict[int, int] = {}  # storage -> the last call that uses it
         for index in calls:
             call = self._calls[index]
             for leaf in tree_leaves((call.args, call.named)):
                 if isinstance(leaf, _Place):
-                    last[leaf.storage] = index
+                    last_use[leaf.storage] = index
 
         memory: dict[int, torch.UntypedStorage] = {}
 
@@ -357,7 +374,8 @@ class _Record(TorchDispatchMode):
                         memory[made] = tensor.untyped_storage()
                 del args, named, result
                 for number in list(memory):
-                    if number != place.storage and last.get(number, -1) <= index:
+                    is_used_later = last_use.get(number, -1) > index
+                    if number != place.storage and not is_used_later:
                         del memory[number]
         finally:
             torch.set_default_dtype(default)
@@ -390,7 +408,8 @@ class _Attributes(TorchFunctionMode):
             # Where a constructor makes a buffer "on the device of the weight".
             return CPU
         if func == GET_IS_META and result:
-            # Some functions of torch.nn.init do nothing for tensors on meta: they read values.
+            # Some functions of torch.nn.init do nothing for tensors on meta: they read values. So
+            # the call itself is recorded, with its arguments.
             frame = inspect.currentframe()
             assert frame is not None
             caller = frame.f_back
@@ -398,9 +417,10 @@ class _Attributes(TorchFunctionMode):
             if caller.f_globals.get("__name__") != nn.init.__name__:
                 return False
             code = caller.f_code
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            named = {name: caller.f_locals[name] for name in names}
-            self._record.record_init(caller.f_globals[code.co_name], named)
+            parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            arguments = {name: caller.f_locals[name] for name in parameters}
+            function = caller.f_globals[code.co_name]
+            self._record.record_init(function, arguments)
         return result
 
 

@@ -292,21 +292,25 @@ class _MessageSlots(NamedTuple):
 def _fill_messages(rows: Tensor, n: int, room: int, total: int, limit: RowLimit) -> _MessageSlots:
     """For messages of `room` rows to each rank, `total` rows in all. `rows`: (p,), how many of this
     rank's n rows go to each rank."""
+    # Rows are sorted by the rank that they go to: those of rank r are [begins[r], ends[r]).
     ends = rows.cumsum(0)
     begins = ends - rows
     if not backward_is_running():  # a recomputed block has already been counted
         limit.overflow += (rows - room).clamp(min=0).sum()
 
-    message_row = torch.arange(total, device=rows.device)
-    target = message_row // max(room, 1)
-    number = message_row % max(room, 1)  # in the message to the target
-    source = torch.where(number < rows[target], begins[target] + number, -1)
+    # The row in each place of the messages, or -1 behind the last row of a message.
+    place = torch.arange(total, device=rows.device)
+    target = place // max(room, 1)
+    number = place % max(room, 1)  # in the message to the target
+    row_of_place = torch.where(number < rows[target], begins[target] + number, -1)
 
+    # The place of each row, or -1 where its message has no room.
     row = torch.arange(n, device=rows.device)
     target = torch.searchsorted(ends, row, right=True).clamp(max=len(rows) - 1)
     number = row - begins[target]
     has_room = (row < ends[-1]) & (number < room)
-    return _MessageSlots(source, torch.where(has_room, target * room + number, -1))
+    place_of_row = torch.where(has_room, target * room + number, -1)
+    return _MessageSlots(row_of_place, place_of_row)
 
 
 class _GatherOrZeros(torch.autograd.Function):

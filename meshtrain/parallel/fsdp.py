@@ -87,23 +87,21 @@ def apply_fsdp(
         ignored |= of_experts
     units = _group_into_units(model, blocks, of_experts | ignored)
 
+    # The backward of the last unit follows directly after its forward: freed in between, it would
+    # be gathered twice.
+    last_unit = units[-1] if units else []
+    kept = {module for block in last_unit for module in block.modules()}
+
     # Inner units first, as `fully_shard` needs it: experts, blocks, the rest of the model.
-    # The last unit's backward follows directly after its forward: freeing it in between would
-    # gather it twice.
-    last = {module for block in units[-1] for module in block.modules()} if units else set()
     if shards_experts:
         for module in experts:
-            reshard = reshard_after_forward and module not in last
+            reshard = reshard_after_forward and module not in kept
             _shard_experts(module, mesh, types, reshard=reshard)
     dims = mesh.submesh(REPLICATE, SHARD)
+    shard = partial(fully_shard, mesh=dims, mp_policy=types, ignored_params=ignored)
     for unit in units:
-        reshard = reshard_after_forward and unit is not units[-1]
-        fully_shard(
-            unit, mesh=dims, mp_policy=types, reshard_after_forward=reshard, ignored_params=ignored
-        )
-    fully_shard(
-        model, mesh=dims, mp_policy=types, reshard_after_forward=False, ignored_params=ignored
-    )
+        shard(unit, reshard_after_forward=reshard_after_forward and unit is not last_unit)
+    shard(model, reshard_after_forward=False)
     assert isinstance(model, FSDPModule)
 
     add_gradient_sync(model, FSDPGradSync(model, reshard_after_forward))
@@ -151,7 +149,11 @@ def _set_communication(
 
 
 def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool) -> None:
-    """Sets which units are prefetched: one block with its experts, in forward and in backward."""
+    """Sets which units are prefetched: one block with its experts, in forward and in backward.
+
+    forward:   block i gathers its experts and block i + 1
+    backward:  block i gathers its experts, and these (or else it) gather block i - 1
+    """
     blocks: list[FSDPModule] = [unit[0] for unit in units]  # type: ignore[misc]  # the members share one state
     # Explicit also in backward: before the first unit, torch would prefetch the last unit of the
     # previous microbatch. The first unit names the model, which is already gathered, because with
@@ -160,12 +162,7 @@ def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool
     if forward:
         model.set_modules_to_forward_prefetch(blocks[:1])
     for i, (unit, block) in enumerate(zip(units, blocks, strict=True)):
-        experts: list[Any] = []  # units within this one, in the order of the model
-        for member in unit:
-            for module in member.modules():
-                is_inner_unit = isinstance(module, FSDPModule) and module not in unit
-                if is_inner_unit and module not in experts:
-                    experts.append(module)
+        experts = _inner_units(unit)
         if forward:  # all by the block, whose experts may be recomputed in backward
             following = blocks[i + 1 : i + 2]
             block.set_modules_to_forward_prefetch([*experts, *following])
@@ -173,6 +170,16 @@ def _set_prefetch(model: FSDPModule, units: list[list[nn.Module]], forward: bool
         for module in experts:
             module.set_modules_to_backward_prefetch([previous])
         previous = block
+
+
+def _inner_units(unit: list[nn.Module]) -> list[FSDPModule]:
+    """The units within one, which are experts, in the order of the model."""
+    inner: list[FSDPModule] = []
+    for member in unit:
+        for module in member.modules():
+            if isinstance(module, FSDPModule) and module not in unit and module not in inner:
+                inner.append(module)
+    return inner
 
 
 def _shard_experts(
@@ -200,7 +207,7 @@ def unmeasured_wait_phases(mesh: Mesh) -> tuple[str, ...]:
         return ()
     if mesh.device_type != "cpu":
         return "forward", "backward"  # FSDP's own streams
-    # HSDP's all-reduce over replicas
+    # On a CPU only HSDP's all-reduce over replicas.
     replicates_experts = mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) > 1
     if mesh.size(REPLICATE) > 1 or replicates_experts:
         return ("backward",)
@@ -426,17 +433,23 @@ def order_sums(mesh: Mesh, like: Tensor) -> Tensor:
     order = mesh.gather_order.value
     # Filled on the device: copying a number from the host would wait for all work queued on the
     # device.
-    return torch.stack([torch.full_like(like, float(order**power)) for power in range(3)])
+    addends = [torch.full_like(like, float(number)) for number in (1, order, order**2)]
+    return torch.stack(addends)
 
 
 def require_one_order(sums: Tensor, *, step: int) -> None:
     """Raises AgreedError: ranks that share parameters gathered their units in different orders.
 
-    `sums`: of `order_sums` over n ranks, on the host. Of numbers x that are all equal, and of no
-    others, n * sum(x^2) = (sum(x))^2.
+    `sums`: of `order_sums` over n ranks, on the host, of whole numbers x_i:
+
+        n sum(x_i^2) - (sum x_i)^2 = sum over pairs of (x_i - x_j)^2
+
+    It is 0 where all are equal. Where k of them differ from the others, it is k (n - k) at least,
+    and so n - 1 or more.
     """
     ranks, total, squares = sums.tolist()
-    if ranks * squares - total**2 > ranks / 2:
+    apart = ranks * squares - total**2
+    if apart > ranks / 2:
         raise AgreedError(
             f"step {step}: the model's forward ran its blocks in another order on some ranks, or "
             "others of them. With dp_shard or cp the ranks gather a block's weights together, and "

@@ -294,8 +294,9 @@ class Cast(torch.autograd.Function):
         for (node, _), part in zip(ctx.next_functions, of_parts, strict=True):
             # Adds the 16-bit gradient to the parameter's where that is, else casts it: which, says
             # `linear/weight_grad.py`.
-            to_wide, add = partial(part.to, ctx.dtype), partial(write_grad, part)
-            grads.append(add_or_compute(node, to_wide, add))
+            cast = partial(part.to, ctx.dtype)
+            add = partial(write_grad, part)
+            grads.append(add_or_compute(node, cast, add))
         return None, None, *grads
 
 

@@ -3,15 +3,16 @@ together say about its splits."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
 
-from meshtrain.errors import InputError
+from meshtrain.errors import InputError, any_of
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
+from meshtrain.parallel.host_link import HostLink
 from meshtrain.parallel.tensor_parallel import TensorParallel
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
@@ -21,6 +22,8 @@ from meshtrain.parallel.tp_plan import (
     split_layers,
 )
 from meshtrain.pipeline.partition import blocks_of
+
+OFFLOADS = ("none", "optimizer", "activations", "both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,9 @@ class ParallelOptions:
     # Modules that hold experts; None: the plan in the model's file.
     ep_plan: Mapping[str, str] | None = None
 
+    # What waits in the host's memory: "none"; "activations": what blocks save for their backward;
+    # "optimizer": the states of `meshtrain.optim.Optimizer`; "both".
+    offload: str = "none"
     # What blocks recompute in backward, from the first trained block on (`checkpoint_block`).
     recompute: str = "none"
     # Compiles each block with torch.compile.
@@ -82,9 +88,23 @@ class ParallelOptions:
 
     # A context manager entered wherever this rank waits for others, to measure it.
     measured_wait: MeasuredWait = nullcontext
+    # The copies of `offload`; all stages of a rank share them.
+    host_link: HostLink = field(default_factory=HostLink, compare=False)
     # The model is traced on the meta device: no memory is allocated, no values are compared, and
     # the loss head is fused without compiling.
     trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise InputError(f"offload is {self.offload!r}: expected {any_of(OFFLOADS)}")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload in ("optimizer", "both")
 
 
 def block_names(model: nn.Module) -> list[str]:

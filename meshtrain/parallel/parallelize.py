@@ -17,6 +17,7 @@ from meshtrain.errors import InputError
 from meshtrain.layout import NOT_WITH_FSDP
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.activation_checkpoint import checkpoint_block
+from meshtrain.parallel.activation_offload import ActivationOffload
 from meshtrain.parallel.collectives import AxisGroup, axis_group
 from meshtrain.parallel.compile import compile_block, while_one_graph
 from meshtrain.parallel.context import ContextParallel
@@ -29,6 +30,7 @@ from meshtrain.parallel.ddp import (
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
+from meshtrain.parallel.host_link import keep_states_on_host
 from meshtrain.parallel.linear import Linear, use_products
 from meshtrain.parallel.linear.float8 import apply_float8
 from meshtrain.parallel.linear.matmul import PLAIN
@@ -49,6 +51,7 @@ from meshtrain.parallel.options import (
     context_parallel_of,
     tensor_parallel_of,
 )
+from meshtrain.parallel.predictions import prediction_heads
 from meshtrain.parallel.sync_batch_norm import apply_sync_batch_norm
 from meshtrain.parallel.tensor_parallel import replace_layers, sum_partial_gradients
 from meshtrain.parallel.torch_private import (
@@ -184,6 +187,8 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     experts = dispatched_modules(model)
     _choose_products(model, mesh, options)
     _fuse_loss(model, options)
+    if options.offloads_optimizer:
+        keep_states_on_host(model, options.host_link)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
@@ -276,11 +281,16 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _fuse_loss(model: nn.Module, options: ParallelOptions) -> None:
-    last = blocks_of(model)[-1]  # of a stage: its own, or a placeholder
-    if options.fuse_loss and can_fuse(last):
-        # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one by
-        # one, and torch does not compile inside of a trace.
-        fuse_loss(last, options.compile and not options.trace)
+    heads = []
+    if options.fuse_loss:
+        heads.append(blocks_of(model)[-1])  # of a stage: its own, or a placeholder
+    # Those of predictions give nothing but a loss.
+    heads += prediction_heads(model)
+    for head in heads:
+        if can_fuse(head):
+            # On an H100 (torch 2.11) the compiled loss took as much memory as its operators run one
+            # by one, and torch does not compile inside of a trace.
+            fuse_loss(head, options.compile and not options.trace)
 
 
 def _share_samples(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
@@ -347,7 +357,9 @@ class Wrapping(NamedTuple):
     recomputed: bool
 
 
-# The wrappers of a block's forward, innermost first.
+# The wrappers of a block's forward, innermost first. What it saves is offloaded outside of all of
+# them: of a recomputed block what the recomputation keeps, and of a compiled one what its graph
+# saves.
 ORDER: dict[Wrapping, tuple[str, ...]] = {
     Wrapping(compiled=False, recomputed=False): ("cast",),
     # The casts are inside the checkpoint, so that a recomputed block repeats its casts and saves
@@ -381,12 +393,19 @@ def _wrap_blocks(
             module.forward = never_compiled(
                 cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False)
             )
+    offload = ActivationOffload(options.host_link, "meta" if options.trace else mesh.device_type)
     for block, is_trained in _blocks_and_training(model, blocks):
         wrapping = _wrapping_of(block, options, is_trained=is_trained)
+        saves = is_trained and not _is_single_layer(block)
+        offloaded = saves and options.offloads_activations
         block.forward = _wrapped(
-            block, wrapping, copies=copies if casts else None, recompute=options.recompute
+            block,
+            wrapping,
+            copies=copies if casts else None,
+            recompute=options.recompute,
+            offload=offload if offloaded else None,
         )
-        if casts or wrapping.compiled:
+        if casts or wrapping.compiled or offloaded:
             block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)
@@ -409,15 +428,21 @@ def _blocks_and_training(
         yield block, is_trained
 
 
+def _is_single_layer(block: nn.Module) -> bool:
+    return next(block.children(), None) is None
+
+
 def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool) -> Wrapping:
-    if next(block.children(), None) is None:
-        # A single layer has nothing to fuse or recompute.
+    if _is_single_layer(block):
+        # It has nothing to fuse or recompute.
         return Wrapping(compiled=False, recomputed=False)
-    recomputed = is_trained and options.recompute != "none"
-    obstacle = _compile_obstacle(block, recomputed=recomputed) if options.compile else None
+    left_out = getattr(block, "left_out", ())  # wrappers that its class does without
+    recomputed = is_trained and options.recompute != "none" and "checkpoint" not in left_out
+    compiled = options.compile and "compile" not in left_out
+    obstacle = _compile_obstacle(block, recomputed=recomputed) if compiled else None
     if obstacle is not None:
         warnings.warn(f"{type(block).__name__} is not compiled: {obstacle}", stacklevel=5)
-    return Wrapping(compiled=options.compile and obstacle is None, recomputed=recomputed)
+    return Wrapping(compiled=compiled and obstacle is None, recomputed=recomputed)
 
 
 def _compile_obstacle(block: nn.Module, *, recomputed: bool) -> str | None:
@@ -438,31 +463,43 @@ def _experts_in(block: nn.Module) -> list[nn.Module]:
 
 
 def _wrapped(
-    block: nn.Module, wrapping: Wrapping, *, copies: ComputeCopies | None, recompute: str
+    block: nn.Module,
+    wrapping: Wrapping,
+    *,
+    copies: ComputeCopies | None,
+    recompute: str,
+    offload: ActivationOffload | None,
 ) -> Callable:
-    """A block's forward in its wrappers. `copies`: for casts; None: nothing is cast."""
+    """A block's forward in its wrappers. `copies`: for casts; None: nothing is cast. `offload`:
+    None: what it saves stays on the device."""
     experts = _experts_in(block)
 
     def cast_inside(forward: Callable) -> Callable:
         return forward if copies is None else cast_to_compute_dtype(block, forward, copies)
 
-    wrappers: dict[str, Wrapper] = {
-        "cast": cast_inside,
-        "checkpoint": partial(checkpoint_block, recompute=recompute, routes=bool(experts)),
-        "compile": partial(compile_block, block, without=experts, one_graph=wrapping.recomputed),
-    }
-
-    def wrapped_in(names: tuple[str, ...]) -> Callable:
+    def wrapped_in(wrapping: Wrapping) -> Callable:
+        # A graph saves what it keeps as an operator does.
+        keep = None if offload is None or wrapping.compiled else offload.keep
+        checkpointed = partial(
+            checkpoint_block, recompute=recompute, routes=bool(experts), keep=keep
+        )
+        wrappers: dict[str, Wrapper] = {
+            "cast": cast_inside,
+            "checkpoint": checkpointed,
+            "compile": partial(
+                compile_block, block, without=experts, one_graph=wrapping.recomputed
+            ),
+        }
         forward: Callable = block.forward
-        for name in names:
+        for name in ORDER[wrapping]:
             forward = wrappers[name](forward)
         return forward
 
-    around = wrapped_in(ORDER[wrapping])
+    around = wrapped_in(wrapping)
     if wrapping.compiled and wrapping.recomputed:
-        eager = wrapped_in(ORDER[Wrapping(compiled=False, recomputed=True)])
+        eager = wrapped_in(Wrapping(compiled=False, recomputed=True))
         around = while_one_graph(around, eager, type(block).__name__)
-    return around
+    return around if offload is None else offload.wrap(block, around)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> None:

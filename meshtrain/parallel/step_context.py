@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from meshtrain.loss import MicrobatchTerms
     from meshtrain.parallel.gather_samples import SampleShares
     from meshtrain.parallel.linear_cross_entropy import LossRequest
+    from meshtrain.parallel.predictions import Predictions
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class StepContext:
 
     # asks the model's head for the loss in place of logits
     loss_request: "LossRequest | None" = None
+    # asks layers that predict further tokens for their losses
+    predictions: "Predictions | None" = None
     # takes the terms and statistics of modules, and knows the padding
     terms: "MicrobatchTerms | None" = None
     # knows the samples that other ranks have of the microbatch, for its loss

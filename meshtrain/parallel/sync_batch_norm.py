@@ -30,7 +30,11 @@ class _Groups(tuple[AxisGroup, ...]):
 
 class SyncBatchNorm(AnyBatchNorm):
     """A batch norm with the statistics of the samples of all data ranks; (b, c, ...) -> (b, c,
-    ...)."""
+    ...). For each channel, with sums over its n values on all ranks:
+
+        mean = sum(x) / n,    variance = sum((x - mean)^2) / n
+        y = weight (x - mean) / sqrt(variance + eps) + bias
+    """
 
     axis_groups: _Groups
 
@@ -51,8 +55,10 @@ class SyncBatchNorm(AnyBatchNorm):
         mean = self._sum(wide.sum(all_but_channels)) / count
         centred = wide - mean.view(of_channels)
         variance = self._sum(centred.square().sum(all_but_channels)) / count
-        # Running statistics are of the population: with n - 1, as in torch.
-        self._follow(mean.detach(), variance.detach() * (count / (count - 1)))
+        # Running statistics are of the population: divided by n - 1, as in torch.
+        of_population = variance.detach() * (count / (count - 1))
+        self._follow(mean.detach(), of_population)
+
         y = centred * torch.rsqrt(variance + self.eps).view(of_channels)
         if self.affine:
             y = y * self.weight.view(of_channels) + self.bias.view(of_channels)

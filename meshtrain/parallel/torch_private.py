@@ -1,7 +1,7 @@
 """Private torch API: every use of torch without a stability promise, as of torch 2.11 to 2.14."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -119,6 +119,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that a module has, by their names in it."""
+    return module._modules
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """A module's own buffers that are part of its state."""
     return {
@@ -195,6 +200,28 @@ def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
+def version_witness(tensor: Tensor) -> Tensor:
+    """A tensor without memory, whose version changes whenever this one or a view of it is written
+    to. Read in torch 2.13: `detach` shares the counter of versions, and setting `data` keeps it."""
+    with without_dispatch_modes(), torch.no_grad():
+        witness = tensor.detach()
+        witness.data = tensor.new_empty(0)
+    return witness
+
+
+def share_version(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one counter of versions, so that a write to either is noticed in
+    both: of equal versions alone that does not follow. Read in torch 2.13."""
+    version = a._version
+    if b._version != version:
+        return False
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((a,), (version + 1,))
+    shared = b._version != version
+    set_version((a,), (version,))
+    return shared
+
+
 def written_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that an operator writes to in place. Read in torch 2.13: an `OpOverload` says
     so in its schema, and what is none writes to nothing."""
@@ -242,6 +269,12 @@ def wrapper_without_memory(kind: type, like: Tensor, device: torch.device) -> An
         device=device,
         storage_size=0,
     )
+
+
+def in_autograd_function() -> bool:
+    """Whether the forward of a torch.autograd.Function runs, or inference mode: these two turn
+    forward derivatives off, too. Read in torch 2.13."""
+    return not torch._C._is_fwd_grad_enabled()
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -408,20 +441,41 @@ class KeepsBeforeWrites(_CachingTorchDispatchMode):
     """The forward's half of selective checkpointing: what it keeps is copied before the forward
     writes to it in place. torch would refuse it in backward or, where the write goes through
     `unsafe_chunk` (nn.GRU), take what was written. The compiler makes of a write a tensor of its
-    own."""
+    own.
+
+    `keep`: a function that is called at the end of the forward with each tensor that is kept, and
+    returns a function that gives it back in its place. torch hands what it keeps here to no hook of
+    saved tensors.
+    """
+
+    keep: Callable[[Tensor], Callable[[], Tensor]] | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.keep is None:
+            return
+        for entry in tree_leaves(list(self.storage.values())):
+            # A compiler's tensors have no values yet.
+            if isinstance(entry, _VersionWrapper) and type(entry.val) is Tensor:
+                give_back = self.keep(entry.val)
+                entry.get_val = lambda *unused, give_back=give_back: give_back()  # type: ignore[method-assign]
+                entry.val = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         written = written_tensors(func, args, kwargs or {})
         if written and not _is_compiling(func, args, kwargs):
-            memory = {memory_of(x) for x in written}
-            for entry in tree_leaves(list(self.storage.values())):
-                is_tensor = isinstance(entry, _VersionWrapper) and isinstance(entry.val, Tensor)
-                if is_tensor and memory_of(entry.val) in memory:
-                    entry.val = entry.val.clone()
-                    entry.version = entry.val._version
+            self._copy_what_shares_memory_with(written)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy_what_shares_memory_with(self, written: Sequence[Tensor]) -> None:
+        memory = {memory_of(x) for x in written}
+        for kept in tree_leaves(list(self.storage.values())):
+            is_tensor = isinstance(kept, _VersionWrapper) and isinstance(kept.val, Tensor)
+            if is_tensor and memory_of(kept.val) in memory:
+                kept.val = kept.val.clone()
+                kept.version = kept.val._version
 
 
 # FSDP ---------------------------------------------------------------------------------------------

@@ -483,7 +483,7 @@ STYLES |= {
 
 
 # What a model's file may say by a function of the config.
-PLANS = ("tp_plan", "cp_plan", "ep_plan", "stored_as", "init_plan")
+PLANS = ("tp_plan", "cp_plan", "ep_plan", "stored_as", "stored_again", "init_plan")
 # The attribute of a model that holds those functions of its file, with its config.
 OWN_PLANS = "_plans"
 

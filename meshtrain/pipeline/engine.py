@@ -88,24 +88,28 @@ class _Entry:
     """
 
     def __init__(self, activation: Activation) -> None:
-        tensors = tensors_of(activation.value)
-        real = [x for x in tensors if has_gradient(x)]
+        tensors = list(tensors_of(activation.value))
+        places = [i for i, x in enumerate(tensors) if has_gradient(x)]
+        real = [tensors[i] for i in places]
         self._likes = [(x.shape, x.dtype, x.device) for x in real]
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(real)
-        # Autograd makes graphs of what follows from a tensor that requires a gradient.
-        begin = torch.empty(0, requires_grad=True)
-        entered = iter(_Enter.apply(begin, self, real) if real else ())
-        tensors = [next(entered) if has_gradient(x) else x for x in tensors]
+        if real:
+            # Autograd makes graphs of what follows from a tensor that requires a gradient.
+            begin = torch.empty(0, requires_grad=True)
+            for i, entered in zip(places, _Enter.apply(begin, self, real), strict=True):
+                tensors[i] = entered
         value = filled(form_of(activation.value), tensors)
         self.activation = Activation(value, activation.earlier)
 
     def input_grads(self) -> list[Tensor]:
         """The gradients; zeros for a tensor that does not take part, as where a block stops them by
         `detach` or `torch.no_grad`."""
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in zip(self.gradients, self._likes, strict=True)
-        ]
+        grads = []
+        for gradient, (shape, dtype, device) in zip(self.gradients, self._likes, strict=True):
+            if gradient is None:
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            grads.append(gradient)
+        return grads
 
 
 class _Enter(torch.autograd.Function):

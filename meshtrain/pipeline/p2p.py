@@ -34,7 +34,7 @@ AHEAD = 4  # number of receives posted before their tensors are needed
 def transfer_order(schedule: Schedule) -> tuple[Transfer, ...]:
     """All transfers of a schedule, in an order in which they can be executed one after the
     other."""
-    sends: list[tuple[float, int, Transfer]] = []
+    sends: list[tuple[float, int, Transfer]] = []  # by time, then by rank: one order for all
     for events in simulate(schedule).events:
         for event in events:
             transfers = schedule.sends(event.action)
@@ -141,9 +141,10 @@ class Transfers:
             self._let_go(sent)
         self._post()
         known = self._known[self._known_key(transfer)]
-        metas = known.of_kind(transfer.kind)
-        pairs = zip(metas, posted, strict=True)
-        return [meta.view(memory) for meta, (_, memory) in pairs], known.about
+        tensors = []
+        for meta, (_, memory) in zip(known.of_kind(transfer.kind), posted, strict=True):
+            tensors.append(meta.view(memory))
+        return tensors, known.about
 
     def end(self) -> None:
         """Waits until all sends are complete."""
@@ -200,7 +201,7 @@ class Transfers:
         known = self._known[key]
         expected = known.of_kind(transfer.kind)
         found = None
-        if len(own) != len(expected) or not all(map(TensorMeta.fits, own, expected)):
+        if len(own) != len(expected) or not _fit(own, expected):
             found = _words(own)
         elif transfer.kind == "activation" and not alike(ready.about, known.about):
             found = f"{_words(own)} with another plain value among what blocks return"
@@ -260,7 +261,8 @@ class Transfers:
 
     def _pending(self, transfer: Transfer) -> PendingWait:
         """Encloses a wait for the rank at the other end of a transfer."""
-        source, target = self._ranks[transfer.source], self._ranks[transfer.target]
+        source = self._ranks[transfer.source]
+        target = self._ranks[transfer.target]
         other = target if transfer.source == self._rank else source
         label = f"{transfer.kind} for stage {transfer.stage} of microbatch {transfer.microbatch}"
         return waiting(label, self._mesh.link(source, target), missing=lambda: [other])
@@ -275,6 +277,10 @@ class Transfers:
 class _Ready(NamedTuple):
     tensors: list[Tensor]
     about: Any
+
+
+def _fit(metas: Sequence[TensorMeta], expected: Sequence[TensorMeta]) -> bool:
+    return all(meta.fits(other) for meta, other in zip(metas, expected, strict=True))
 
 
 def _words(metas: Sequence[TensorMeta]) -> str:

@@ -7,10 +7,10 @@ what it receives. It is refused here, before anything runs.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from meshtrain.errors import InputError
 from meshtrain.parallel.torch_private import (
     TorchDispatchMode,
+    in_autograd_function,
     memory_of,
     own_buffers,
     own_parameters,
@@ -33,12 +34,14 @@ from meshtrain.pipeline.stage import (
     Skipped,
     blocks_of,
     has_forward,
+    modules_without,
     named_state,
     outside_modules,
     refuse_repeated,
     stand_in_forward,
     state_of,
     take_out,
+    tensors_of,
 )
 from meshtrain.pipeline.stand_in import StandIn, StandInError, first_stand_in, stand_ins
 
@@ -56,7 +59,7 @@ def outline_of(model: nn.Module, inputs: Inputs | None) -> Outline:
     Raises InputError: its blocks cannot form stages.
     """
     if inputs is not None:
-        return _run_whole(model, inputs).outline
+        return run_whole(model, inputs).outline
     refuse_repeated(model)
     inside = {tensor for block in blocks_of(model) for tensor in named_state(block).values()}
     for name, tensor in named_state(model).items():
@@ -75,6 +78,7 @@ def check_forward(
     bounds: Sequence[tuple[int, int]],
     inputs: Inputs,
     dtype: torch.dtype,
+    whole: "Whole | None" = None,
 ) -> None:
     """Runs a model's forward as each stage would, but for what its blocks compute.
 
@@ -82,10 +86,15 @@ def check_forward(
         model: as for `outline_of`; it is changed.
         bounds: for each stage, its first block and the one after its last.
         dtype: the compute dtype.
+        whole: what `run_whole` has found with another copy of the model and such inputs, if
+            anything.
 
     Raises InputError: a stage of this model would need more than it has.
     """
-    whole = _run_whole(model, inputs)
+    if whole is None:
+        whole = run_whole(model, inputs)
+    elif whole.device.type != "meta":
+        _fill_with_zeros(model)
     _refuse_foreign_parameters(whole, model, bounds)
     for first, end in bounds[1:] or bounds:
         for training in (True, False):
@@ -97,7 +106,7 @@ def check_forward(
 
 
 @dataclass
-class _Whole:
+class Whole:
     """What a forward of the whole model has shown."""
 
     outline: Outline
@@ -107,9 +116,9 @@ class _Whole:
     foreign: list[tuple[int, str]]  # (using block, name of a parameter that it does not hold)
 
 
-def _run_whole(model: nn.Module, inputs: Inputs) -> _Whole:
-    """Runs on the CPU, with zeros, if the model reads values, which the meta device does not
-    have."""
+def run_whole(model: nn.Module, inputs: Inputs) -> Whole:
+    """Forwards of a whole model, in training and else, on the meta device; on the CPU, with zeros,
+    if the model reads values. Arguments and errors: see `outline_of`."""
     refuse_repeated(model)
     named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks_of(model))}
     _refuse_containers(named_blocks)
@@ -144,18 +153,31 @@ def _in_dtype(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return x.to(dtype) if x is not None and x.is_floating_point() else x
 
 
-def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> _Whole:
+def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> Whole:
     uses = _Uses(model)
     forms = {}
     was_training = model.training
     for training in (True, False):
         model.train(training)
-        with uses, torch.no_grad():
+        with _keeps_nothing(model), uses, torch.set_grad_enabled(training):
             model(*inputs)
         uses.end()
         forms[training] = uses.forms
     model.train(was_training)
-    return _Whole(uses.outline(), inputs, device, forms, uses.foreign)
+    return Whole(uses.outline(), inputs, device, forms, uses.foreign)
+
+
+@contextmanager
+def _keeps_nothing(model: nn.Module) -> Iterator[None]:
+    """A forward goes the way of training, and takes no memory for a backward."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 class _Uses(TorchFunctionMode):
@@ -164,20 +186,21 @@ class _Uses(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.foreign: list[tuple[int, str]] = []
+        self._model = model
         self._blocks = blocks_of(model)
         self._names = {module: name for name, module in model.named_modules()}
         self._outside = list(outside_modules(model))
         self._state = named_state(model)
         self._name_of = {tensor: name for name, tensor in self._state.items()}
         self._own = [set(named_state(block).values()) for block in self._blocks]
-        # By tensor, because a tied one has several names.
+        self._trained = [any(p.requires_grad for p in block.parameters()) for block in self._blocks]
+
+        # What forwards have shown. By tensor, because a tied one has several names.
+        self.foreign: list[tuple[int, str]] = []
         self._places: dict[Tensor, set[int]] = {tensor: set() for tensor in self._name_of}
         for number, own in enumerate(self._own):
             for tensor in own:
                 self._places[tensor].add(number)
-        self._of_blocks = {tensor for own in self._own for tensor in own}
-        self._used_outside: set[Tensor] = set()
         self._called: dict[str, set[int]] = {}
 
     def __enter__(self) -> "_Uses":
@@ -215,6 +238,13 @@ class _Uses(TorchFunctionMode):
                 f"{self._block(number)} runs behind {self._block(done - 1)}, and blocks() has them "
                 "the other way round, or runs twice"
             )
+        if self._model.training and in_autograd_function() and any(self._trained[: done + 1]):
+            _refuse(
+                f"{self._block(done)} runs inside a torch.autograd.Function (a checkpoint with "
+                "use_reentrant=True is one), whose backward goes on to earlier blocks by itself, "
+                "and not by what they hand on: call blocks outside of it (parallel.recompute "
+                "recomputes them)"
+            )
         self._running = True
 
     def _end(self, block: nn.Module, inputs: Any, output: Any) -> None:
@@ -246,7 +276,6 @@ class _Uses(TorchFunctionMode):
     def _use(self, tensor: Tensor) -> None:
         if not self._running:
             self._places[tensor].add(self._place)
-            self._used_outside.add(tensor)
         elif tensor not in self._own[self._place]:
             self.foreign.append((self._place, self._name_of[tensor]))
 
@@ -255,9 +284,8 @@ class _Uses(TorchFunctionMode):
         for name, tensor in self._state.items():
             # What is never used has to be somewhere.
             state[name] = frozenset(self._places[tensor] or {0})
-        outside = frozenset(n for n, tensor in self._state.items() if tensor in self._used_outside)
         called = {name: frozenset(places) for name, places in self._called.items()}
-        return Outline(state, outside, called)
+        return Outline(state, called)
 
 
 def _refuse_containers(named_blocks: dict[str, nn.Module]) -> None:
@@ -271,7 +299,7 @@ def _refuse_containers(named_blocks: dict[str, nn.Module]) -> None:
 
 
 def _refuse_foreign_parameters(
-    whole: _Whole, model: nn.Module, bounds: Sequence[tuple[int, int]]
+    whole: Whole, model: nn.Module, bounds: Sequence[tuple[int, int]]
 ) -> None:
     """A block may use what its stage holds anyway. In another stage a reference to it would be one
     to a parameter that nobody trains."""
@@ -299,7 +327,7 @@ class _Walk:
     """A forward as one stage runs it, in which its blocks compute nothing."""
 
     def __init__(
-        self, whole: _Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
+        self, whole: Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
     ) -> None:
         self._whole = whole
         self._model = model
@@ -339,8 +367,11 @@ class _Walk:
 
         before = {module: vars(module).get("forward") for module in forwards}
         undo = []
+        others = [*self._blocks[: self._first], *self._blocks[self._end :]]
+        kept = modules_without(self._model, others)
         for name, module in list(self._model.named_modules()):
-            undo += take_out(module, name, held, device, self._dtype)
+            tensors = state_of(module) if module in kept else tensors_of(module)
+            undo += take_out(module, name, held, device, self._dtype, tensors=tensors)
         for module, forward in forwards.items():
             module.forward = forward
         try:
@@ -419,13 +450,21 @@ def _refuse(problem: str) -> NoReturn:
 # Parameters of blocks that are used elsewhere -----------------------------------------------------
 
 
-def blocks_used_outside(
-    model: nn.Module, inputs: Sequence[Tensor | None]
-) -> tuple[list[str], list[str]]:
-    """The blocks whose parameters are used outside of them by code that does not hold them (a head
-    that uses the weight of the embedding, or a block whose layers are called and never itself), and
-    the parameters that a forward writes to. Both are incomplete if it runs neither without values
-    nor with zeros.
+class UsedOutside(NamedTuple):
+    """What `blocks_used_outside` finds. It is incomplete if the forward runs neither without values
+    nor with zeros."""
+
+    # The blocks whose parameters are used outside of them by code that does not hold them: a head
+    # that uses the weight of the embedding, a block whose layers are called and never itself.
+    blocks: list[str]
+    # Those of them with a backward of the model's own (a torch.autograd.Function), which uses them.
+    in_backward: list[str]
+    # The parameters that a forward writes to.
+    written: list[str]
+
+
+def blocks_used_outside(model: nn.Module, inputs: Sequence[Tensor | None]) -> UsedOutside:
+    """What a model does with parameters where a block's forward does not show it.
 
     Args:
         model: whole, on the meta device; its blocks are changed. inputs: its arguments, on any
@@ -434,30 +473,46 @@ def blocks_used_outside(
     blocks = list(dict.fromkeys(blocks_of(model)))
     names = {module: name for name, module in model.named_modules()}
     never_called = {block for block in blocks if not has_forward(block)}
-    _skip_alike(blocks)
     on_meta = [None if x is None else x.to("meta") for x in inputs]
-    used, written, ran = _uses(model, blocks, on_meta)
-    if not ran:  # it reads values
+    with _one_of_each_kind(blocks):
+        seen = _see(model, blocks, on_meta)
+    if not seen.ran:  # what a block returns may be another thing than its input
+        seen = _see(model, blocks, on_meta)
+    if not seen.ran:  # it reads values
         _fill_with_zeros(model)
         values = [_with_values(x) for x in inputs]
-        used, written, _ = _uses(model, blocks, values)
-    foreign = {model.get_parameter(name) for name in used}
-    outside = []
+        with _one_of_each_kind(blocks):
+            seen = _see(model, blocks, values)
+    foreign = {model.get_parameter(name) for name in seen.foreign}
+    in_backward = {model.get_parameter(name) for name in seen.in_backward}
+    found = UsedOutside([], [], seen.written)
     for block in blocks:
         parameters = set(block.parameters())
-        if parameters and (block in never_called or parameters & foreign):
-            outside.append(names[block])
-    return outside, written
+        if parameters & in_backward:
+            found.in_backward.append(names[block])
+        if parameters and (block in never_called or parameters & (foreign | in_backward)):
+            found.blocks.append(names[block])
+    return found
 
 
-def _skip_alike(blocks: Sequence[nn.Module]) -> None:
+@contextmanager
+def _one_of_each_kind(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Lets one block of each kind run: running them all takes seconds for a large model."""
     kinds = set()
+    skipped = {}
     for block in blocks:
         kind = type(block), *(parameter.shape for parameter in block.parameters())
         if kind in kinds:
+            skipped[block] = vars(block).get("forward")
             block.forward = Skipped(block)
         kinds.add(kind)
+    try:
+        yield
+    finally:
+        for block, forward in skipped.items():
+            del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 def _with_values(x: Tensor | None) -> Tensor | None:
@@ -467,18 +522,43 @@ def _with_values(x: Tensor | None) -> Tensor | None:
     return torch.zeros_like(x, device="cpu") if x.is_meta else x.cpu()
 
 
-def _uses(
-    model: nn.Module, blocks: Sequence[nn.Module], inputs: Sequence[Tensor | None]
-) -> tuple[list[str], list[str], bool]:
-    """The parameters that a forward uses outside of their blocks, those that it writes to, and
-    whether it ran."""
+@dataclass
+class _Seen:
+    """What a forward has shown."""
+
+    foreign: list[str]  # the parameters that it uses outside of their blocks
+    in_backward: list[str]  # those that its backward uses so
+    written: list[str]  # the parameters that it writes to
+    ran: bool
+
+
+def _see(model: nn.Module, blocks: Sequence[nn.Module], inputs: Sequence[Tensor | None]) -> _Seen:
     uses = _ParametersUsed(model, [[block] for block in blocks])
     writes = _Writes(model)
     ran = False
-    with suppress(Exception), uses, writes, torch.no_grad():  # any error of the model's code
+    # any error of the model's code
+    with suppress(Exception), _keeps_nothing(model), uses, writes, torch.enable_grad():
         model(*inputs)
         ran = True
-    return [parameter for _, parameter in uses.foreign], writes.parameters(), ran
+    foreign = [name for _, name in uses.foreign]
+    if uses.in_functions and not _backward_ran(model, inputs, uses):
+        for block in uses.in_functions:
+            uses.foreign += [("", uses.names[parameter]) for parameter in block.parameters()]
+    in_backward = [name for _, name in uses.foreign if name not in foreign]
+    return _Seen(foreign, in_backward, writes.parameters(), ran)
+
+
+def _backward_ran(
+    model: nn.Module, inputs: Sequence[Tensor | None], uses: "_ParametersUsed"
+) -> bool:
+    """Runs a forward and its backward, which may use parameters too, if that takes no memory."""
+    if not all(parameter.is_meta for parameter in model.parameters()):
+        return False
+    with suppress(Exception), uses, torch.enable_grad():
+        outputs = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
+        torch.stack([x.sum() for x in outputs if x.requires_grad]).sum().backward()
+        return True
+    return False
 
 
 def _fill_with_zeros(model: nn.Module) -> None:
@@ -517,32 +597,40 @@ class _Writes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def parameters(self) -> list[str]:
-        return [
-            name
-            for name, parameter, memory in self._memory
-            if memory in self._written or memory_of(parameter) != memory
-        ]
+        names = []
+        for name, parameter, memory in self._memory:
+            is_replaced = memory_of(parameter) != memory
+            if memory in self._written or is_replaced:
+                names.append(name)
+        return names
 
 
 class _ParametersUsed(TorchFunctionMode):
     """Records parameters of blocks that are used elsewhere: in a block of another group, or outside
     blocks.
 
-    `foreign`: (name of the using block, or "", name of the parameter).
+    `foreign`: (name of the using block, or "", name of the parameter). `in_functions`: the blocks
+    that run inside a torch.autograd.Function, whose backward uses their parameters as it likes.
+    `names`: of all parameters of blocks.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> None:
         super().__init__()
         self.foreign: list[tuple[str, str]] = []
+        self._running: list[nn.Module] = []  # the innermost block last
         self._names = {module: name for name, module in model.named_modules()}
+
         self._own: dict[nn.Module, set[nn.Parameter]] = {}  # block -> parameters of its group
+        of_any: set[nn.Parameter] = set()
         for group in groups:
             of_group = {parameter for block in group for parameter in block.parameters()}
-            self._own |= dict.fromkeys(group, of_group)
-        of_any = {parameter for of_group in self._own.values() for parameter in of_group}
+            of_any |= of_group
+            for block in group:
+                self._own[block] = of_group
+
         # Parameter of a block -> its name.
-        self._of_blocks = {p: name for name, p in model.named_parameters() if p in of_any}
-        self._running: list[nn.Module] = []
+        self.names = {p: name for name, p in model.named_parameters() if p in of_any}
+        self.in_functions: set[nn.Module] = set()
 
     def __enter__(self) -> "_ParametersUsed":
         self._hooks = []
@@ -558,15 +646,34 @@ class _ParametersUsed(TorchFunctionMode):
 
     def _begin(self, block: nn.Module, inputs: Any) -> None:
         self._running.append(block)
+        if in_autograd_function():
+            self.in_functions.add(block)
 
     def _end(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        block, own = "", set[nn.Parameter]()
+        block = ""
+        own: set[nn.Parameter] = set()
         if self._running:
-            block, own = self._names[self._running[-1]], self._own[self._running[-1]]
+            innermost = self._running[-1]
+            block = self._names[innermost]
+            own = self._own[innermost]
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Parameter) and leaf in self._of_blocks and leaf not in own:
-                self.foreign.append((block, self._of_blocks[leaf]))
-        return func(*args, **(kwargs or {}))
+            if isinstance(leaf, nn.Parameter) and leaf in self.names and leaf not in own:
+                self.foreign.append((block, self.names[leaf]))
+        # While a function runs, the mode is off. A backward runs code of the model.
+        runs_code = func in (Tensor.backward, torch.autograd.backward)
+        with _On(self) if runs_code else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+class _On(TorchFunctionMode):
+    """Hands all functions to another mode."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._mode.__torch_function__(func, types, args, kwargs)

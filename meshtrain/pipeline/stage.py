@@ -23,7 +23,12 @@ from torch import Tensor, nn
 
 from meshtrain.dropout import Dropout
 from meshtrain.errors import InputError
-from meshtrain.parallel.torch_private import own_buffers, own_parameters, persistent_buffers
+from meshtrain.parallel.torch_private import (
+    own_buffers,
+    own_modules,
+    own_parameters,
+    persistent_buffers,
+)
 from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.partition import blocks_of as blocks_of
 from meshtrain.pipeline.stand_in import StandIn, first_stand_in, stand_ins
@@ -33,24 +38,36 @@ SETTINGS = (int, float, str, tuple, Enum, torch.dtype, type(None))
 
 class OtherStageBlock(nn.Module):
     """Placeholder for a block of another stage, or for one that a trace skips; it returns its first
-    input. It has the settings of the block, which a model's forward may read. A weight that the
-    block shares with a block of this stage (tied embeddings) stays in the placeholder too, so that
-    the weight keeps all of its names."""
+    input. It has the settings of the block, which a model's forward may read, and in a stage it
+    shows the modules inside of the block, which are none of its own. A weight that the block shares
+    with a block of this stage (tied embeddings) stays in the placeholder too, so that the weight
+    keeps all of its names."""
 
     trained = True  # whether the block has trainable parameters, as far as a stage knows
 
-    def __init__(self, block: nn.Module | None = None) -> None:
+    def __init__(self, block: nn.Module, *, shows_inside: bool = False) -> None:
         super().__init__()
-        self._first = ""
-        if block is None:
-            return
         self._first = first_argument(block.forward)
+        if shows_inside:
+            vars(self)["_block"] = block  # not registered, as nothing of it belongs to this stage
         for name, value in vars(block).items():
             if isinstance(value, SETTINGS) and not name.startswith("_"):
                 vars(self)[name] = value
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return first_input(self._first, inputs, named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            block = vars(self).get("_block")
+            if block is None:
+                raise
+            found = own_modules(block).get(name, vars(block).get(name))
+            if not isinstance(found, (nn.Module, StandIn)):
+                raise
+            return found
 
 
 class Skipped:
@@ -103,12 +120,10 @@ class Outline:
 
     Attributes:
         state: each name of a parameter or persistent buffer -> the places that use it.
-        outside: those of them that are used outside of their blocks.
         called: module outside of blocks -> the places where it is called.
     """
 
     state: Mapping[str, frozenset[int]]
-    outside: frozenset[str]
     called: Mapping[str, frozenset[int]]
 
     def held(self, first: int, end: int) -> set[str]:
@@ -121,6 +136,12 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     """A module's own parameters and persistent buffers, by their names in it."""
     state = {**own_parameters(module), **persistent_buffers(module)}
     return {name: tensor for name, tensor in state.items() if tensor is not None}
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers, also those that are no part of its state."""
+    tensors = {**own_parameters(module), **own_buffers(module)}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def named_state(model: nn.Module) -> dict[str, Tensor]:
@@ -166,6 +187,18 @@ def outside_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if module not in inside and not any(inner in blocks for inner in module.modules()):
             yield name, module
+
+
+def modules_without(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Module]:
+    """The modules that a model has besides these blocks, or shares with them."""
+    found: set[nn.Module] = set()
+    to_visit = [model]
+    while to_visit:
+        module = to_visit.pop()
+        if module not in found and module not in blocks:
+            found.add(module)
+            to_visit.extend(module.children())
+    return found
 
 
 # A stage ------------------------------------------------------------------------------------------
@@ -279,29 +312,32 @@ def keep_stage(
     names = {module: name for name, module in model.named_modules()}
     outside = list(outside_modules(model))
     blocks = blocks_of(model)
+    kept = modules_without(model, [*blocks[:first], *blocks[end:]])
     stage = Stage(model, first, end, device)
 
     for number, block in enumerate(blocks):
         if number in own:
             continue
         name = names[block]
-        placeholder = OtherStageBlock(block)
+        placeholder = OtherStageBlock(block, shows_inside=True)
         vars(placeholder)["forward"] = partial(stage.other_block, number, name)
         for path, tensor in block.named_parameters(remove_duplicate=False):
-            full = f"{name}.{path}"
-            if full in held:
-                _holder(placeholder, path).register_parameter(path.rpartition(".")[2], tensor)
-            elif full in outline.outside:
-                stand_in = StandIn.like(tensor, device, f"the parameter {full}", dtype)
-                setattr(_holder(placeholder, path), path.rpartition(".")[2], stand_in)
+            _, _, own_name = path.rpartition(".")
+            if f"{name}.{path}" in held:
+                _holder(placeholder, path).register_parameter(own_name, tensor)
+        for path, module in block.named_modules(prefix=name):
+            if module not in kept:
+                take_out(module, path, (), device, dtype, tensors=tensors_of(module))
         _replace(model, name, placeholder)
 
     for name, module in outside:
+        is_called_here = bool(own & outline.called.get(name, frozenset()))
         if isinstance(module, Dropout):
             vars(module)["forward"] = partial(_unless_stand_in, module.forward)
-        elif state_of(module) and not own & outline.called.get(name, frozenset()):
+        elif state_of(module) and not is_called_here:
             as_it_was = module if plain is None else plain[name]
             vars(module)["forward"] = stand_in_forward(as_it_was, name, device, dtype)
+
     inside = {inner for number in own for inner in blocks[number].modules()}
     for name, module in list(model.named_modules()):
         if module not in inside and not isinstance(module, OtherStageBlock):
@@ -331,11 +367,13 @@ def take_out(
     held: Collection[str],
     device: torch.device,
     dtype: torch.dtype,
+    *,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> list[Callable[[], None]]:
-    """Puts stand-ins in the place of a module's own state that is not held. Returns functions that
-    undo it."""
+    """Puts stand-ins in the place of a module's own tensors that are not held. Returns functions
+    that undo it. `tensors`: by their names in it; None: its state."""
     undo: list[Callable[[], None]] = []
-    for own, tensor in state_of(module).items():
+    for own, tensor in (state_of(module) if tensors is None else tensors).items():
         full = f"{name}.{own}".lstrip(".")
         if full in held:
             continue
@@ -370,11 +408,11 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _holder(placeholder: OtherStageBlock, path: str) -> nn.Module:
-    """The module that holds the parameter of this path in a placeholder, with empty modules on the
+    """The module that holds the parameter of this path in a placeholder, with placeholders on the
     way."""
     holder: nn.Module = placeholder
     for part in path.split(".")[:-1]:
-        if part not in holder._modules:
-            holder.add_module(part, OtherStageBlock())
-        holder = holder.get_submodule(part)
+        if part not in own_modules(holder):
+            setattr(holder, part, OtherStageBlock(getattr(holder, part), shows_inside=True))
+        holder = getattr(holder, part)
     return holder

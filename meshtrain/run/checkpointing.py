@@ -12,12 +12,13 @@ from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import checkpoint_bytes
-from meshtrain.checkpoint.staging import find_short_hosts
+from meshtrain.checkpoint.staging import snapshot_bytes
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.config import Config
 from meshtrain.data.cache import Say
 from meshtrain.errors import TrainingError, any_of, join_some
+from meshtrain.job.host_limits import find_short_hosts
 from meshtrain.job.process import Job
 from meshtrain.run.phase_monitor import PhaseMonitor
 
@@ -55,7 +56,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         say: Say,
     ) -> None:
         section = spec.config.checkpoint
-        short = find_short_hosts(state, job) if section.in_background else []
+        short: list[str] = []
+        if section.in_background:
+            needed = snapshot_bytes(state, job.rank)
+            short = find_short_hosts(job, needed, "looking at the memory for checkpoints")
         if short:
             say(
                 "checkpoints are written while training waits, because the memory for copies of "

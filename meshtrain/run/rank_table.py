@@ -11,13 +11,13 @@ from meshtrain.layout import CONTEXT_AXES, DATA_AXES, EXPERT_AXES, FSDP_AXES, La
 def describe_hosts(layout: Layout) -> str:
     """`32 processes = 4 hosts x 8`, or `6 processes = 4 on host 0 + 2 on host 1`. The layout is
     placed on hosts."""
-    counts = layout.host_counts()
+    processes_of = layout.host_counts()  # host -> its processes
+    hosts_with = Counter(processes_of.values())  # number of processes -> hosts that have so many
     world = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
-    kinds = Counter(counts.values())  # processes of a host -> hosts
-    if len(kinds) > 1 and len(counts) <= 8:
-        parts = [f"{count} on {host}" for host, count in counts.items()]
+    if len(hosts_with) > 1 and len(processes_of) <= 8:
+        parts = [f"{count} on {host}" for host, count in processes_of.items()]
     else:
-        parts = [f"{_count(hosts, 'host')} x {count}" for count, hosts in kinds.items()]
+        parts = [f"{_count(hosts, 'host')} x {count}" for count, hosts in hosts_with.items()]
     return f"{world} = {' + '.join(parts)}"
 
 
@@ -36,9 +36,10 @@ def layout_text(layout: Layout, most_lines: int | None = None) -> str:
         if isinstance(rank, range):
             rows.append([f"... {len(rank)} more ranks ..."])
             continue
-        coordinate = layout.coordinate(rank, *axes).values()
         place = [str(rank), layout.host(rank), str(layout.local_rank(rank))]
-        rows.append(place + [str(position) for position in coordinate])
+        coordinate = layout.coordinate(rank, *axes)
+        rows.append([*place, *(str(index) for index in coordinate.values())])
+
     lines = [f"layout {layout} on {describe_hosts(layout)}", "", *columns(rows)]
     for grouped in grouped_axes(layout):
         lines += ["", *_group_lines(layout, grouped, most_lines)]
@@ -78,8 +79,10 @@ def _group_lines(layout: Layout, axes: tuple[str, ...], most_lines: int | None) 
         cross = "none crosses hosts"
     elif crossing == len(groups):
         cross = "each crosses hosts"
+    elif crossing == 1:
+        cross = "1 crosses hosts"
     else:
-        cross = "1 crosses hosts" if crossing == 1 else f"{crossing} cross hosts"
+        cross = f"{crossing} cross hosts"
     name = axes[0] if len(axes) == 1 else f"data ({' x '.join(axes)})"
     title = f"{name}: {_count(len(groups), 'group')} of {len(groups[0])} ranks, {cross}"
 
@@ -114,13 +117,13 @@ def without_middle(items: range, most: int | None) -> list[int | range]:
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as aligned lines; a row with a single cell is a remark and sets no width."""
-    width: dict[int, int] = {}
+    widths: dict[int, int] = {}  # by the number of the column
     for row in rows:
         if len(row) > 1:
             for i, cell in enumerate(row):
-                width[i] = max(width.get(i, 0), len(cell))
+                widths[i] = max(widths.get(i, 0), len(cell))
     lines = []
     for row in rows:
-        cells = [cell.ljust(width.get(i, 0)) for i, cell in enumerate(row)]
+        cells = [cell.ljust(widths.get(i, 0)) for i, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return lines

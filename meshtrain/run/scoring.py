@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, KVCache
@@ -37,7 +38,7 @@ class Scorer:
     def score(self, pairs: Sequence[Pair]) -> list[Score]:
         """The score of each pair. Pairs of similar length share a forward."""
         # With the longest first, what does not fit into memory fails at once.
-        order = sorted(range(len(pairs)), key=lambda i: -_length(pairs[i]))
+        order = sorted(range(len(pairs)), key=lambda i: _length(pairs[i]), reverse=True)
         scores: dict[int, Score] = {}
         with (
             evaluation_mode(self.model),
@@ -47,43 +48,56 @@ class Scorer:
         ):
             for first in range(0, len(order), self.batch):
                 chosen = order[first : first + self.batch]
-                of_batch = self._score_batch([pairs[i] for i in chosen])
-                scores.update(zip(chosen, of_batch, strict=True))
+                batch = [pairs[i] for i in chosen]
+                scores.update(zip(chosen, self._score_batch(batch), strict=True))
         return [scores[i] for i in range(len(pairs))]
 
     def _score_batch(self, pairs: Sequence[Pair]) -> list[Score]:
         # A row is what the model sees of a pair, and one token more: the last target.
-        rows = [[*before, *predicted][-self.seq_len - 1 :] for before, predicted in pairs]
+        longest = self.seq_len + 1
+        rows = []
+        for before, predicted in pairs:
+            tokens = [*before, *predicted]
+            rows.append(tokens[-longest:])
         logits = self._logits(rows)
 
-        # Only the last stage of a pipeline has logits; all ranks get the numbers.
-        totals = [0.0] * len(rows)
+        # Two numbers of each row, which all ranks get: only a pipeline's last stage has logits.
+        log_likelihoods = [0.0] * len(rows)
         likeliest = [0.0] * len(rows)
         if logits is not None:
             for i, (_, predicted) in enumerate(pairs):
                 score = _score_row(logits, i, rows[i], len(predicted))
-                totals[i] = score.log_likelihood
+                log_likelihoods[i] = score.log_likelihood
                 likeliest[i] = float(score.is_likeliest)
         if isinstance(self.model, Pipeline):
-            numbers = self.model.from_last([*totals, *likeliest])
-            totals = numbers[: len(rows)]
+            numbers = self.model.from_last([*log_likelihoods, *likeliest])
+            log_likelihoods = numbers[: len(rows)]
             likeliest = numbers[len(rows) :]
-        return [Score(*pair) for pair in zip(totals, map(bool, likeliest), strict=True)]
+
+        scores = []
+        for log_likelihood, is_likeliest in zip(log_likelihoods, likeliest, strict=True):
+            scores.append(Score(log_likelihood, bool(is_likeliest)))
+        return scores
 
     def _logits(self, rows: Sequence[list[int]]) -> Tensor | None:
         """What the model predicts after each token of each row but the last, (b, s, v) or this
         rank's part of it; None: another stage has it."""
-        longest = max(map(len, rows)) - 1
+        longest = max(len(row) for row in rows) - 1
         # Rows end together, so that their predictions do; shorter ones begin with padding, which
         # the cache keeps out of the attention.
+        #
+        #   tokens      p p a b c        positions   0 0 0 1 2
+        #               d e f g h                    0 1 2 3 4
         tokens = []
         paddings = []
         for row in rows:
-            padding = longest - (len(row) - 1)
+            seen = row[:-1]
+            padding = longest - len(seen)
             paddings.append(padding)
-            tokens.append([row[0]] * padding + row[:-1])
+            tokens.append([row[0]] * padding + seen)
         starts = torch.tensor(paddings)
         positions = (torch.arange(longest) - starts[:, None]).clamp(min=0)
+
         context = AttentionContext(cache=KVCache(starts.to(self.device)), length=longest)
         inputs = torch.tensor(tokens).to(self.device)
         return self.model(inputs, positions.to(self.device), context)
@@ -98,8 +112,8 @@ def _score_row(logits: Tensor, i: int, row: list[int], count: int) -> Score:
     row_logits = gather_logits(logits, i, places)  # (scored, v)
     targets = torch.tensor(row[len(row) - scored :], device=row_logits.device)
 
-    at_least_float32 = row_logits.to(torch.promote_types(row_logits.dtype, torch.float32))
-    losses = torch.nn.functional.cross_entropy(at_least_float32, targets, reduction="none")
+    at_least_float32 = torch.promote_types(row_logits.dtype, torch.float32)
+    losses = F.cross_entropy(row_logits.to(at_least_float32), targets, reduction="none")
     log_likelihood = -float(losses.double().sum())
     is_likeliest = (row_logits.argmax(-1) == targets).all()
     return Score(log_likelihood, bool(is_likeliest))

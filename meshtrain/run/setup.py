@@ -1,9 +1,10 @@
 """Setup of a run before its first step: its data, its model, the readers of its batches, and the
 banner."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,14 +27,23 @@ from meshtrain.data import (
 from meshtrain.data.loader import Reading
 from meshtrain.data.mixture import about_mixture, sample_order
 from meshtrain.data.order import describe_ramp, microbatches
-from meshtrain.errors import InputError
+from meshtrain.errors import AgreedError, InputError, join_some, plural, yaml_text
 from meshtrain.evaluate import (
     evaluation_set,
     require_sum_over_tokens,
     require_targets,
     require_training_targets,
 )
-from meshtrain.job.consistency import Fingerprint, flat, require_equal, untested_torch
+from meshtrain.huggingface.load import fetch_weights
+from meshtrain.job.consistency import (
+    Fingerprint,
+    checkpoint_versions,
+    flat,
+    require_equal,
+    untested_torch,
+)
+from meshtrain.job.host_limits import find_short_hosts
+from meshtrain.job.locate import model_file
 from meshtrain.job.process import Job
 from meshtrain.job.storage import with_retries
 from meshtrain.layout import DATA_AXES, Layout
@@ -45,10 +55,12 @@ from meshtrain.modeling.experts import expert_costs
 from meshtrain.modeling.loss_trial import check_microbatches
 from meshtrain.modeling.reference import Reference, build_reference, check_reference
 from meshtrain.optim.lr_schedule import warmup_note
+from meshtrain.optim.optimizer import state_bytes
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.linear.float8 import describe_float8
 from meshtrain.parallel.mixed_precision import compute_dtype
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.tp_plan import (
     NO_SEQUENCE,
     has_sequence_parts,
@@ -58,6 +70,12 @@ from meshtrain.parallel.tp_plan import (
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.run.checkpointing import describe_saving
 from meshtrain.run.rank_table import describe_hosts
+
+OFFLOADED = {  # what `parallel.offload` does, for people
+    "optimizer": "optimizer states lie in the host's memory",
+    "activations": "activations that blocks save lie in the host's memory",
+    "both": "optimizer states, and activations that blocks save, lie in the host's memory",
+}
 
 
 def load_data(config: Config, job: Job) -> OpenData:
@@ -81,8 +99,10 @@ def load_data(config: Config, job: Job) -> OpenData:
         )
         # One process of each host reads a part of the files' bytes.
         samples = with_retries(data.sampled) if first_of_host else None
-    with job.collective_check("comparing the weights and the layout with the model"):
-        build.check_start(config, job.layout, data.train, job.say)
+    if config.train.reference is not None:
+        bring_weights(config.train.reference.weights, job)
+    with job.collective_check("comparing the layout with the model"):
+        build.check_start(config, job.layout, data.train)
         check_reference(config, job.say)
         check_parts(config, job.layout, data)
         objective = build.objective_of(config, data.task)
@@ -101,6 +121,25 @@ def load_data(config: Config, job: Job) -> OpenData:
     damaged = "copy or prepare them anew where they are damaged"
     require_equal(job, Fingerprint("what the data files hold", samples, damaged))
     return data
+
+
+def bring_weights(weights: str, job: Job) -> None:
+    """Fetches weights that are a model of the hub, in one process of each host, while the others
+    wait at the store. Raises on every rank: InputError: they may not be read; TrainingError: the
+    network or a disk failed."""
+    with job.collective_check("fetching weights from the hub"):
+        if job.environment.local_rank == 0:
+            fetch_weights(weights, job.say)
+
+
+def check_first_values(config: Config, job: Job) -> None:
+    """Raises InputError, on every rank: the weights that the run starts from are not to be had, or
+    do not fit the model."""
+    if config.model.weights is None:
+        return
+    bring_weights(config.model.weights, job)
+    with job.collective_check("comparing the weights with the model"):
+        build.check_first_values(config, job.say)
 
 
 def require_whole_steps(config: Config, job: Job, data: OpenData) -> None:
@@ -154,6 +193,16 @@ def total_steps(config: Config, train: Samples) -> int:
     return config.batch.sizes.steps(config.train.epochs * len(train))
 
 
+def specify(config: Config, job: Job, data: OpenData, folder: Path, checkpoints: Path) -> RunSpec:
+    """What a checkpoint of the run is compared with. Raises InputError: a source has not enough
+    samples for the run."""
+    versions = checkpoint_versions(model_file(config.model.name)) | reference_version(config, job)
+    steps = total_steps(config, data.train)
+    with job.collective_check("counting the samples of each source"):
+        sample_order(config, data.train, steps)
+    return RunSpec(config, folder, checkpoints, data.identity, versions, steps)
+
+
 def model_of_run(
     spec: RunSpec, mesh: Mesh, job: Job, data: OpenData, timer: StepTimer, *, from_checkpoint: bool
 ) -> nn.Module:
@@ -164,6 +213,21 @@ def model_of_run(
         config = replace(config, model=replace(config.model, weights=None))
     sample = _compared_sample(config, mesh, job, data)
     return build.build_model(config, mesh, job.device, lambda: timer.phase("communication"), sample)
+
+
+def require_host_memory(config: Config, model: nn.Module, mesh: Mesh, job: Job) -> None:
+    """Raises AgreedError: a host has no room for the optimizer states of its ranks, which
+    `parallel.offload` puts there."""
+    if config.parallel.offload not in ("optimizer", "both"):
+        return
+    nbytes = state_bytes(model, config.optimizer, mesh)
+    short = find_short_hosts(job, nbytes, "looking at the memory for optimizer states")
+    if short:
+        raise AgreedError(
+            f"parallel.offload {config.parallel.offload} keeps optimizer states in the memory of "
+            f"hosts, and {join_some(short)}: use more hosts, shard the states further (dp_shard, "
+            "parallel.shard_optimizer), or use offload: activations"
+        )
 
 
 def reference_of_run(
@@ -202,11 +266,10 @@ def readers(
     steps: int,
 ) -> tuple[Iterator[list[Batch]], EvalBatches | None]:
     """This rank's microbatches of each step, and those of an evaluation."""
-    reading: Reading = {"workers": config.data.workers}
-    # A model without a cp_plan takes the plain tensor of documents.
-    if spec_of(config).plan("cp_plan") is not None:
-        split = mesh.size("cp") > 1
-        reading["prepare"] = context_parallel(config, mesh).shard if split else Batch.with_context
+    reading: Reading = {
+        "workers": config.data.workers,
+        "prepare": preparation(config, mesh),
+    }
     rank = mesh.index(*DATA_AXES)
     ranks = mesh.size(*DATA_AXES)
     micro_size = config.batch.micro_size
@@ -235,6 +298,18 @@ def readers(
         held_out, micro_size=micro_size, rank=rank, ranks=ranks, together=together, **reading
     )
     return batches, evaluation
+
+
+def preparation(config: Config, mesh: Mesh) -> Callable[[Batch], Batch]:
+    """Turns a batch of whole sequences into what this rank's model takes."""
+    depths = depths_of(spec_of(config).meta)
+    # A model without a cp_plan takes the plain tensor of documents.
+    of_model: Callable[[Batch], Batch] = Batch.batch
+    if spec_of(config).plan("cp_plan") is not None:
+        split = mesh.size("cp") > 1
+        of_model = context_parallel(config, mesh).shard if split else Batch.with_context
+    # Tokens ahead are those of whole sequences.
+    return lambda batch: of_model(batch.looking_ahead(depths))
 
 
 def context_parallel(config: Config, mesh: Mesh) -> ContextParallel:
@@ -306,8 +381,17 @@ def _model_lines(config: Config, layout: Layout, job: Job, model: nn.Module) -> 
         trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
         size += f", {trained:,} trained"
     yield size
+    if config.parallel.offload != "none":
+        yield OFFLOADED[config.parallel.offload]
     if experts is not None:
         yield experts.line
+    depths = depths_of(plain)
+    if depths > 0:
+        weight = yaml_text(config.train.mtp_loss_scaling_factor)
+        yield (
+            f"multi-token prediction: {plural(depths, 'further token')}, whose mean loss counts "
+            f"{weight} beside the loss (train.mtp_loss_scaling_factor)"
+        )
 
     if config.train.linear_precision is not None:
         dtype = compute_dtype(config.train.precision)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from meshtrain.checkpoint.resume import Resume
 from meshtrain.checkpoint.run_spec import RunSpec
 from meshtrain.config import Config
+from meshtrain.config.hub_names import HUB, kept_text
 from meshtrain.errors import AgreedError, DiskError, InputError, TrainingError, ranges
 from meshtrain.job.exit import signal_of
 from meshtrain.job.process import Job
@@ -55,23 +56,28 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         """Whether an earlier job has finished this run of `steps` steps; rank 0 then prints what
         the user can do. Raises InputError: the folder holds a finished run of another number of
         steps, and no checkpoint of it."""
-        last = None
+        last_step = None  # of a finished run
         with self.job.collective_check("looking at the run's folder"):
             if self.job.rank == 0 and not resume.back:
-                last = self.folder.last_exit()
-            if last is not None and last.get("status") != "done":
-                last = None
-            if last is not None and last["step"] != steps and resume.checkpoint is None:
+                last_step = self._finished_step()
+            if last_step not in (None, steps) and resume.checkpoint is None:
                 raise InputError(
-                    f"{self.folder.path} holds a finished run of {last['step']} steps and no "
+                    f"{self.folder.path} holds a finished run of {last_step} steps and no "
                     f"checkpoint of it, and this one has {steps}: name another folder, for "
                     f"instance train.output={self.folder.path}-{steps}"
                 )
-        done = last is not None and last["step"] == steps
-        done = self.job.reduce("looking at the run's folder", done, itemgetter(0))
+        rank_0 = itemgetter(0)
+        done = self.job.reduce("looking at the run's folder", last_step == steps, rank_0)
         if done:
             self._say_finished(steps, config)
         return done
+
+    def _finished_step(self) -> int | None:
+        """The last step of the finished run in the folder; None: there is none."""
+        last = self.folder.last_exit()
+        if last is None or last.get("status") != "done":
+            return None
+        return last["step"]
 
     def _say_finished(self, steps: int, config: Config) -> None:
         self.job.say(
@@ -119,6 +125,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             if self.job.rank == 0:
                 self.folder.forget_exit()
                 files = {"config.yaml": config.to_yaml(), "layout.txt": layout_table}
+                if config.hub:
+                    files[HUB] = kept_text(config.hub)
                 for name, text in files.items():
                     with optional(f"{name} could not be written"):
                         self.folder.write(name, text)
@@ -146,11 +154,12 @@ class RunStatus(AbstractContextManager["RunStatus"]):
 
     def _write_error(self, error: BaseException) -> None:
         """Records an error of this rank, or the failure of another one that it follows from."""
-        shared = isinstance(error, AgreedError | TrainingError)  # all ranks raise it
+        by_all_ranks = isinstance(error, AgreedError | TrainingError)
+        is_fault = isinstance(error, Exception) and not by_all_ranks
         # An error that all ranks raise needs no diagnosis; of another one, or of a signal, the
         # watchdog may know the cause on another rank.
         first = None
-        if signal_of(error) is not None or (isinstance(error, Exception) and not shared):
+        if is_fault or signal_of(error) is not None:
             first = self.job.failures.first_failure(str(self.job), error)
         if first is not None:
             diagnosis = first.diagnosis
@@ -159,7 +168,8 @@ class RunStatus(AbstractContextManager["RunStatus"]):
             self._write("failed", 1, diagnosis.headline, diagnosis.kind, diagnosis.hosts)
             return
         reason, kind = _reason(error)
-        hosts = () if shared or _is_input(error) else (self.job.host,)
+        is_of_host = not by_all_ranks and not _is_input(error)
+        hosts = (self.job.host,) if is_of_host else ()
         self._write("failed", 1, reason, kind, hosts)
 
     def write_failed(self, diagnosis: Diagnosis) -> None:
@@ -181,8 +191,11 @@ class RunStatus(AbstractContextManager["RunStatus"]):
         limit_s: float = ON_EXIT_S,
     ) -> None:
         """`limit_s`: for the sinks to close, and then for train.on_exit."""
-        goodput = self._goodput if self.job.rank == 0 else None  # only rank 0 has the run's ledger
-        row = summary = None
+        goodput = None
+        if self.job.rank == 0:  # only it has the run's ledger
+            goodput = self._goodput
+        row = None
+        summary = None
         if goodput is not None:
             summary = goodput.summary()
             row = summary.row() | {"jobs": summary.jobs}

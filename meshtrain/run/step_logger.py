@@ -222,6 +222,11 @@ class StepLogger(AbstractContextManager["StepLogger"]):
         self._metrics.say(f"{problem}; its update is left out (train.on_nonfinite: skip)")
 
 
+def first_counters(steps: int) -> dict[str, Any]:
+    """The counters of a run of so many steps that has counted nothing yet."""
+    return {"tokens": 0, "epoch": dict(vars(_Sums())), "steps": steps}
+
+
 def _with_samples(rows: list) -> list:
     """Of [rank, samples] of every rank, those that have some."""
     return [row for row in rows if row[1]]

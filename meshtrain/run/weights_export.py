@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshtrain.checkpoint.directory import find_checkpoint, read_manifest
 from meshtrain.checkpoint.placement import Placement
 from meshtrain.checkpoint.state import gather_placements
+from meshtrain.data.tokenizer import local_tokenizer
 from meshtrain.errors import InputError, printable
 from meshtrain.huggingface.export import (
     ExportFolder,
@@ -38,7 +39,8 @@ from meshtrain.huggingface.safetensors import (
     TOKENIZER_FILES,
     Entry,
 )
-from meshtrain.huggingface.stored_names import StoredTensor, table_of
+from meshtrain.huggingface.stored_names import StoredTensor, copies_of, table_of
+from meshtrain.job.hub import local_path
 from meshtrain.job.parsing import read_limited
 from meshtrain.job.process import Job
 from meshtrain.layout import Layout
@@ -96,7 +98,9 @@ def export(
     placements = gather_placements(specs, job, mesh.layout)
     entries = [Entry(name, tensor.dtype, tensor.shape) for name, tensor in placements.items()]
     first_stage = model.stages()[0] if isinstance(model, Pipeline) else model
-    files, parts = plan_export(entries, dtype, file_bytes, table_of(first_stage))
+    files, parts = plan_export(
+        entries, dtype, file_bytes, table_of(first_stage), copies_of(first_stage)
+    )
     writers = _begin(place, job)
     try:
         # raised after the last turn: other ranks wait for this rank's parts
@@ -113,9 +117,10 @@ def export(
             if job.rank == 0:
                 own_tokenizer: Mapping[str, str] = {}
                 if tokenizer is not None:
-                    own_tokenizer = tokenizer_files(Path(tokenizer).expanduser())
+                    own_tokenizer = tokenizer_files(local_tokenizer(str(tokenizer)))
                 source = source_files(weights, job.say)
-                place.finish(files, small_files(config, dtype, own_tokenizer, data or {}, source))
+                texts = small_files(config, dtype, own_tokenizer, data or {}, source)
+                place.finish(files, texts)
     finally:
         if job.rank == 0:
             place.drop()
@@ -161,7 +166,7 @@ def _first_source(weights: Any) -> Path | None:
         for _ in range(_MOST_STARTS):
             if not isinstance(weights, str):
                 return None
-            folder = Path(weights).expanduser()
+            folder = local_path(weights)
             checkpoint = find_checkpoint(folder)
             if checkpoint is None:
                 break
@@ -175,12 +180,13 @@ def _first_source(weights: Any) -> Path | None:
 def turns(files: Mapping[str, Sequence[Entry]], writers: Sequence[int]) -> Iterator[list[Turn]]:
     """Which tensors are written at the same time, one by each writer; writers take the files in
     turn (round-robin)."""
-    queues: list[list[Turn]] = [[] for _ in writers]
+    queues: list[list[Turn]] = [[] for _ in writers]  # what each writes, one after the other
     for number, (file, entries) in enumerate(files.items()):
         index = number % len(writers)
-        queues[index] += [(writers[index], file, entry) for entry in entries]
-    for turn in zip_longest(*queues):
-        yield [item for item in turn if item is not None]
+        writer = writers[index]
+        queues[index] += [(writer, file, entry) for entry in entries]
+    for at_once in zip_longest(*queues):
+        yield [turn for turn in at_once if turn is not None]
 
 
 def _begin(place: ExportFolder, job: Job) -> list[int]:
@@ -229,8 +235,9 @@ class _Received:
         whole = torch.empty(shape_of(self.stored.part), dtype=DTYPES[self.entry.dtype])
         for piece, values in self.pieces:
             whole[within(piece, self.stored.part)] = values.to("cpu", whole.dtype)
+        as_bytes = whole.view(-1).view(torch.uint8).numpy()
         try:
-            out.write(self.file, self.entry, [whole.view(-1).view(torch.uint8).numpy().data])
+            out.write(self.file, self.entry, [as_bytes.data])
         except OSError as error:
             return error
         return None

@@ -164,7 +164,8 @@ class Loop(Iterator[tuple[int, Any]]):
                     reseed(spec.config.train.seed, step, context.data_rank)
                     with context.timer.phase("data"):
                         batch = self._on_device(next(self._batches))
-                    self.number, self._is_updated = step, False
+                    self.number = step
+                    self._is_updated = False
                     try:
                         yield step, batch
                     except GeneratorExit:  # the script has left the loop
@@ -226,7 +227,8 @@ class Loop(Iterator[tuple[int, Any]]):
         """Called at the end of an update, on all ranks with the same."""
         self._books.flush()
         self._books.take(numbers)
-        self.loss = self.count = None
+        self.loss = None
+        self.count = None
         self._is_updated = True
         self._stops = self._stops or stops
 

@@ -216,12 +216,8 @@ class Run:
             measured_wait=lambda: self._timer.phase("communication"),
             **options,
         )
-        if settings.shard_optimizer and isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(
-                f"shard_optimizer divides the updates of meshtrain's own optimizers, and "
-                f"{type(optimizer).__name__} is none of them: use dp_shard, or give run.prepare "
-                "the keys of one, such as {'name': 'adamw', 'lr': 1e-3}"
-            )
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _refuse_torchs(optimizer, settings)
         kind, parameters = type(model).__name__, parameter_count(model)
         spread_model = spread(
             model,
@@ -395,6 +391,22 @@ class Run:
         if self._loop is None or self._loop.number == 0:
             raise InputError(f"{what} belongs into the loop over run.steps(...)")
         return self._loop
+
+
+def _refuse_torchs(optimizer: torch.optim.Optimizer, options: ParallelOptions) -> None:
+    """Raises InputError: an option is about the updates of meshtrain's own optimizers."""
+    keys = "give run.prepare the keys of one, such as {'name': 'adamw', 'lr': 1e-3}"
+    kind = type(optimizer).__name__
+    if options.shard_optimizer:
+        raise InputError(
+            f"shard_optimizer divides the updates of meshtrain's own optimizers, and {kind} is "
+            f"none of them: use dp_shard, or {keys}"
+        )
+    if options.offloads_optimizer:
+        raise InputError(
+            f"offload: {options.offload} keeps the states of meshtrain's own optimizers on the "
+            f"host, and {kind} is none of them: use offload: activations, or {keys}"
+        )
 
 
 def _length_of(dataset: Any) -> int:

@@ -16,6 +16,7 @@ from meshtrain.parallel.linear.weight_grad import WeightGradQueue
 from meshtrain.parallel.mixed_precision import compute_dtype
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import apply_data_parallel, parallelize, prepare
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.verify import Moment, Subject, check_model
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, StageSplitError, blocks_of, split_blocks
@@ -55,6 +56,12 @@ def spread(
         global_sizes=(global_size,),
     )
     check_model(Moment.START, subject)
+    if depths_of(model) > 0:
+        raise InputError(
+            f"{type(model).__name__} has layers that predict further tokens, and a script's loss "
+            "does not ask for their losses, so that they would learn nothing: build it without "
+            "them (num_nextn_predict_layers: 0), or train it by a YAML"
+        )
     model.to(device)
     if mesh.size("pp") == 1:
         return parallelize(model, mesh, **vars(options))

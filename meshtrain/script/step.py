@@ -14,11 +14,8 @@ from torch import Tensor, nn
 
 from meshtrain import observer
 from meshtrain.dropout import set_dropout
-from meshtrain.loss import (
-    GlobalCount,
-    MicrobatchTerms,
-    StepTerms,
-)
+from meshtrain.errors import group_values
+from meshtrain.loss import GlobalCount, MicrobatchTerms, StepTerms
 from meshtrain.mesh import Mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.parallel.gather_samples import SampleShares
@@ -113,14 +110,17 @@ class ScriptStep:
             self.model.run(self, len(microbatches))
         else:
             self._run_alone()
-        now.microbatches, now.inputs = (), []  # free before the optimizer needs memory
+        # Frees them before the optimizer needs memory.
+        now.microbatches = ()
+        now.inputs = []
 
         sums = self._sums_over_ranks(now.sums)
         self._count = sums.count
         # A batch without any count has no loss, and is no update.
         has_count = sums.count > 0
         loss = torch.where(has_count, sums.loss / sums.count, sums.loss)
-        # gradients so far = gradients of the sum / provisional count
+        #   gradient so far = d(sum) / provisional count
+        #   gradient wanted = d(sum) / count = gradient so far * provisional count / count
         factor = torch.where(has_count, self._provisional.value() / sums.count, 1.0)
         self._correct_gradients(factor)
         return loss, sums.count
@@ -141,31 +141,37 @@ class ScriptStep:
 
     def _take(self, part: Microbatch, sums: Sums) -> Tensor:
         """Notes the sums of a microbatch; returns the scalar to run backward from."""
-        total, count = sums.total, sums.count
-        if not part.is_real:
-            total, count = total * 0, count * 0
+        total = sums.total
+        count = sums.count
+        if not part.is_real:  # it is there so that all ranks run equally many
+            total = total * 0
+            count = count * 0
         self._step.sums.append(Sums(total.detach(), count))
         return self._provisional.mean(total)
 
     def _sums_over_ranks(self, of_microbatches: Sequence[Sums]) -> LossSums:
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        loss = count = zero
+        # Of the ranks that share samples, one adds them.
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        count = loss
         if of_microbatches and self._mesh.speaks_for_samples:
-            loss = torch.stack([sums.total.double() for sums in of_microbatches]).sum()
-            count = torch.stack([sums.count for sums in of_microbatches]).sum()
+            losses = [sums.total.double() for sums in of_microbatches]
+            counts = [sums.count for sums in of_microbatches]
+            loss = torch.stack(losses).sum()
+            count = torch.stack(counts).sum()
+
         own = LossSums(terms={}, loss=loss, count=count)
         with self._timer.phase("communication"):
-            return own.unpack(self._mesh.sum(own.pack()))
+            message = self._mesh.sum(own.pack())
+            return own.unpack(message)
 
     def _correct_gradients(self, factor: Tensor) -> None:
+        """Multiplies all gradients by a scalar on the device."""
         with self._timer.phase("backward"):
-            by_dtype: dict[torch.dtype, list[Tensor]] = {}
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    grad = to_local(parameter.grad)
-                    by_dtype.setdefault(grad.dtype, []).append(grad)
-            for dtype, grads in by_dtype.items():
-                torch._foreach_mul_(grads, factor.to(dtype))
+            # One kernel for many gradients, where they and the factor have one dtype.
+            grads = [to_local(p.grad) for p in self.model.parameters() if p.grad is not None]
+            by_dtype = group_values((grad.dtype, grad) for grad in grads)
+            for dtype, of_dtype in by_dtype.items():
+                torch._foreach_mul_(of_dtype, factor.to(dtype))
 
     # A pipeline's microbatches --------------------------------------------------------------------
 

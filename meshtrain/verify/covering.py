@@ -12,7 +12,8 @@ from typing import Any
 from meshtrain.layout import AXES
 
 Cell = dict[str, str]  # factor -> its value
-Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors with their values
+Setting = tuple[str, str]  # a factor with its value
+Pair = tuple[Setting, Setting]  # of different factors
 WhyNot = Callable[[Mapping[str, str]], str | None]  # why no cell can have these; None: it can
 Cost = Callable[[Mapping[str, str]], float]  # of a cell that may lack values yet
 
@@ -23,19 +24,26 @@ def pairs(cell: Mapping[str, str]) -> Iterator[Pair]:
 
 def all_pairs(factors: Mapping[str, Sequence[str]]) -> list[Pair]:
     """Every two values of different factors."""
-    every = sorted((name, value) for name, values in factors.items() for value in values)
-    return [(one, other) for one, other in combinations(every, 2) if one[0] != other[0]]
+    settings = [(factor, value) for factor, values in factors.items() for value in values]
+    pairs = []
+    for one, other in combinations(sorted(settings), 2):
+        if one[0] != other[0]:
+            pairs.append((one, other))
+    return pairs
 
 
 def covering(
     factors: Mapping[str, Sequence[str]], why_not: WhyNot, cost: Cost = lambda _: 1.0
 ) -> tuple[list[Cell], list[Pair]]:
     """Cells that together have every pair of values, and the pairs that no cell can have."""
-    # The pairs of the two factors with most values need most cells: the others find room in these.
-    largest = sorted(
-        all_pairs(factors), key=lambda pair: -len(factors[pair[0][0]]) * len(factors[pair[1][0]])
-    )
-    missing = dict.fromkeys(largest)
+
+    def cells_needed(pair: Pair) -> int:
+        """Cells for all pairs of its two factors: one has one of them."""
+        (one, _), (other, _) = pair
+        return len(factors[one]) * len(factors[other])
+
+    # Those that need most cells come first: the others find room in these.
+    missing = dict.fromkeys(sorted(all_pairs(factors), key=cells_needed, reverse=True))
     impossible: list[Pair] = []
     cells: list[Cell] = []
     while missing:
@@ -65,13 +73,14 @@ def _completed(
     open_factors = [name for name in factors if name not in begun]
     if not open_factors:
         return begun
-    name = max(open_factors, key=lambda name: len(factors[name]))
+    name = max(open_factors, key=lambda factor: len(factors[factor]))
 
-    def gain(value: str) -> tuple[float, int]:
-        with_value = begun | {name: value}
-        new = sum(pair in missing for pair in pairs(with_value))
-        dearer = cost(with_value) / cost(begun) - 1
-        return new - dearer, -factors[name].index(value)
+    def gain(value: str) -> float:
+        """How many missing pairs a value brings, less what it adds to the cost."""
+        cell = begun | {name: value}
+        new = [pair for pair in pairs(cell) if pair in missing]
+        dearer = cost(cell) / cost(begun) - 1
+        return len(new) - dearer
 
     for value in sorted(factors[name], key=gain, reverse=True):
         cell = _completed(begun | {name: value}, factors, missing, why_not, cost)
@@ -93,7 +102,13 @@ def covering_layouts(ranks: int) -> Sequence[Mapping[str, int]]:
             return f"it has {ranks} ranks"
         return None
 
+    def few_axes_first(layout: Mapping[str, int]) -> tuple[int, list[int]]:
+        return len(layout), [AXES.index(axis) for axis in layout]
+
+    layouts: list[dict[str, int]] = []
     cells, _ = covering(factors, why_not)
-    layouts = [{axis: int(cell[axis]) for axis in AXES if cell[axis] != "1"} for cell in cells]
-    unique = {tuple(sorted(layout.items())): layout for layout in layouts}
-    return sorted(unique.values(), key=lambda layout: (len(layout), list(map(AXES.index, layout))))
+    for cell in cells:
+        sizes_above_1 = {axis: int(cell[axis]) for axis in AXES if cell[axis] != "1"}
+        if sizes_above_1 not in layouts:
+            layouts.append(sizes_above_1)
+    return sorted(layouts, key=few_axes_first)

@@ -238,14 +238,16 @@ class _Losses:
     def __init__(self, evidence: Evidence) -> None:
         self.own = sample_losses(evidence.ranks)
         self.expected = sample_losses(evidence.expected)
-        self.largest = max(map(abs, self.expected.values()), default=0.0)
+        self.largest = max((abs(loss) for loss in self.expected.values()), default=0.0)
         # Position -> difference. A sample may have no target, so it is beside the largest loss.
         self.apart: dict[int, float] = {}
         if self.largest > 0:
             for position in sorted(self.own.keys() | self.expected.keys()):
-                size = abs(self.own.get(position, 0.0) - self.expected.get(position, 0.0))
-                self.apart[position] = size / self.largest
-        self.wrong = {n for n, size in self.apart.items() if not size <= CLOSE}
+                own = self.own.get(position, 0.0)
+                expected = self.expected.get(position, 0.0)
+                self.apart[position] = abs(own - expected) / self.largest
+        # NaN is wrong, too: it is not at most anything.
+        self.wrong = {position for position, size in self.apart.items() if not size <= CLOSE}
 
     @property
     def all_are_wrong(self) -> bool:

@@ -21,8 +21,11 @@ tr + tr, tbody tr { border-top: 1px solid var(--line); }
 .reason { max-width: 30rem; }
 svg { width: 11rem; height: 2.6rem; } svg text { font-size: 9px; fill: currentColor; }
 """
-# Of a picture of the differences by step: its size, and the powers of ten at its bottom and top.
-WIDTH, HEIGHT, LOW, HIGH = 176, 42, -18, 1
+# A picture of the differences by step.
+WIDTH = 176
+HEIGHT = 42
+LOW = -18  # the power of ten at its bottom
+HIGH = 1  # and at its top
 
 
 def page(reference: Mapping[str, Any], outcomes: Sequence[Outcome], command: str) -> str:
@@ -85,18 +88,22 @@ def _picture(outcome: Outcome, tolerance: float) -> str:
         x = f"{2 + n * between_steps:.1f}"
         line.append(f"{x},{_height(loss):.1f}")
         dots.append(f'<circle cx="{x}" cy="{_height(norm):.1f}" r="1.4" fill="currentColor"/>')
-    limit = _height(tolerance)
-    last = max(outcome.apart[-1])
+    limit = f"{_height(tolerance):.1f}"
+    beside_last = f"{_height(max(outcome.apart[-1])) + 3:.1f}"
     name = f"the largest is {largest(outcome)}"
-    return (
+    parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" class="{outcome.status}" role="img" '
-        f'aria-label="{name}"><title>{name}</title>'
-        f'<line x1="0" x2="{right + 4}" y1="{limit:.1f}" y2="{limit:.1f}" stroke="currentColor" '
-        f'stroke-dasharray="3 3" opacity=".5"/>'
+        f'aria-label="{name}">',
+        f"<title>{name}</title>",
+        f'<line x1="0" x2="{right + 4}" y1="{limit}" y2="{limit}" stroke="currentColor" '
+        f'stroke-dasharray="3 3" opacity=".5"/>',
         f'<polyline points="{" ".join(line)}" fill="none" stroke="currentColor" '
-        f'stroke-width="1.2"/>{"".join(dots)}'
-        f'<text x="{right + 8}" y="{_height(last) + 3:.1f}">{largest(outcome)}</text></svg>'
-    )
+        f'stroke-width="1.2"/>',
+        *dots,
+        f'<text x="{right + 8}" y="{beside_last}">{largest(outcome)}</text>',
+        "</svg>",
+    ]
+    return "".join(parts)
 
 
 def _height(size: float) -> float:

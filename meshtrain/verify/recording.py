@@ -176,7 +176,8 @@ class Recorder(Observer):
             # A parameter that two stages of a rank share is there twice.
             key = name if name not in values else f"{name}#{n}"
             values[key] = held.value.detach().cpu().contiguous().clone()
-            places[key] = json.dumps([[cut.start, cut.stop] for cut in held.part])
+            place = [[cut.start, cut.stop] for cut in held.part]
+            places[key] = json.dumps(place)
         with self._writing(file_of(self._folder, self._rank, step)) as unfinished:
             save_file(values, unfinished, places)
 
@@ -223,12 +224,16 @@ def _scale(before: Tensor, after: Tensor | None) -> float | None:
     """The number by which a gradient was multiplied; None: it was zero, or is another one now."""
     if after is None or before.numel() == 0:
         return None
-    square = float(before.double().square().sum())
+    before = before.double()
+    after = after.double()
+    square = float(before.square().sum())
     if square == 0:
         return None
-    scale = float((before.double() * after.double()).sum()) / square
-    apart = float((after.double() - scale * before.double()).norm())
-    return scale if apart <= 1e-3 * abs(scale) * math.sqrt(square) else None
+    # The scale for which |after - scale before| is least: the least squares of one unknown.
+    scale = float((before * after).sum()) / square
+    apart = float((after - scale * before).norm())
+    size = abs(scale) * math.sqrt(square)
+    return scale if apart <= 1e-3 * size else None
 
 
 @dataclass
@@ -248,10 +253,9 @@ class Whole:
                 norms[name] = float(file.get_tensor(name).double().norm())
             gradients = [norm for name, norm in norms.items() if name.startswith(f"{GRADIENT}/")]
             weights = [norm for name, norm in norms.items() if name.startswith(f"{WEIGHT}/")]
-            least = {
-                GRADIENT: LEAST * math.hypot(*gradients),
-                WEIGHT: LEAST * max(weights, default=0.0),
-            }
+            norm_of_gradient = math.hypot(*gradients)
+            largest_weight = max(weights, default=0.0)
+            least = {GRADIENT: LEAST * norm_of_gradient, WEIGHT: LEAST * largest_weight}
             yield cls(file, norms, least)
 
     def difference(self, name: str, held: Held) -> float:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshtrain.config import Config, ConfigErrors, spec_of
+from meshtrain.config.checks import OF_TOKENS
+from meshtrain.config.schema import OF_TEXT, DataSection
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.job.watchdog.records import FAILURE_MARK
 from meshtrain.layout import Layout, LayoutError
@@ -337,6 +339,16 @@ class Verification:
             self.say(f"a small copy: {', '.join(notes)}")
         return overrides
 
+    def _make_text_small(self, data: DataSection, change: Callable[[str, Any, Any], None]) -> None:
+        if data.source in OF_TEXT and data.tokenizer != "bytes":
+            change("data.tokenizer", "bytes", data.tokenizer)
+            change("data.begin_token", None, data.begin_token)
+            change("data.end_token", None, data.end_token)
+        if data.source in OF_TOKENS and data.seq_len > SEQ_LEN:
+            length = small_sequence(data.seq_len, self.layouts)
+            change("data.seq_len", length, data.seq_len)
+            change("data.seq_len_warmup", [], list(data.seq_len_warmup))
+
     def _make_model_small(self, config: Config, change: Callable[[str, Any, Any], None]) -> None:
         section = config.model
         keys = dict(section.keys)
@@ -354,14 +366,7 @@ class Verification:
         # The tokens of prepared data are words of their own vocabulary.
         if config.data.source not in OF_TEXT:
             changed.pop("vocab_size", None)
-        elif config.data.tokenizer != "bytes":
-            change("data.tokenizer", "bytes", config.data.tokenizer)
-            change("data.begin_token", None, config.data.begin_token)
-            change("data.end_token", None, config.data.end_token)
-        if config.data.source in {*OF_TEXT, *OF_TOKENS} and config.data.seq_len > SEQ_LEN:
-            length = small_sequence(config.data.seq_len, self.layouts)
-            change("data.seq_len", length, config.data.seq_len)
-            change("data.seq_len_warmup", [], list(config.data.seq_len_warmup))
+        self._make_text_small(config.data, change)
 
         # What gave the other keys would give these too.
         if section.weights is not None or section.preset is not None:
@@ -438,12 +443,15 @@ class Verification:
             return Outcome(sizes, EQUAL, apart=apart)
         # A run that has failed lacks steps; what differed before it failed says more.
         if not differences or differences[0].what == "step":
-            step = min(len(recorded.rows), len(alone.rows)) + 1
+            steps = len(recorded.rows)
+            expected = len(alone.rows)
             if recorded.ended.is_done:
-                own, expected = len(recorded.rows), len(alone.rows)
-                kind, reason = METRIC, f"it makes {own} steps in the place of {expected}"
+                kind = METRIC
+                reason = f"it makes {steps} steps in the place of {expected}"
             else:
-                kind, reason = FAILURE, _failure(recorded.ended)
+                kind = FAILURE
+                reason = _failure(recorded.ended)
+            step = min(steps, expected) + 1
             return Outcome(sizes, DIFFERENT, reason, step=step, kind=kind, apart=apart)
         finding = self._finding(layout, recorded, differences, precision)
         return _different(sizes, finding, differences, apart)
@@ -544,10 +552,6 @@ class Verification:
         recorded = self._spread(layout, precision, drops=False)
         return recorded.ended.is_done and not self._differences(recorded, precision, drops=False)
 
-
-# Sources that make tokens of text, and those that have them.
-OF_TEXT = ("python-stdlib", "text", "jsonl", "parquet")
-OF_TOKENS = ("tokens", "megatron")
 
 # The layout of one process, and what a config says of axes that it does not have.
 IN_ONE_PROCESS = (

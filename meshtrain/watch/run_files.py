@@ -29,7 +29,8 @@ class RunFiles:
         self._forget()
 
     def _forget(self) -> None:
-        self._offset = self.bad_lines = 0
+        self.bad_lines = 0
+        self._offset = 0  # up to which the file has been read
         self._last = b""  # the bytes before the offset
         self._in_long_line = False  # whether the offset is inside of a line that is too long
         self._left_out: set[str] = set()  # fields beyond the most columns
@@ -104,22 +105,28 @@ class RunFiles:
         power of two, so that means stay as they are while a run goes on; its step is their last.
         None where no neighbour has a value."""
         rows = len(self._steps)
-        stride = 1 << max(0, math.ceil(rows / points) - 1).bit_length()
+        stride = 1
+        while stride * points < rows:
+            stride *= 2
         if stride != self._stride:
             self._stride = stride
             self._means = {}
 
+        # A run of so many neighbours each, and at the end what is left.
         full, rest = divmod(rows, stride)
         columns = {}
         for name, column in self._columns.items():
-            # The means of full strides are kept from one request to the next.
+            # The means of full runs are kept from one request to the next.
             known = self._means.setdefault(name, [])
             for i in range(len(known), full):
                 known.append(_mean(column[i * stride : (i + 1) * stride]))
             columns[name] = list(known)
-            if rest:
+            if rest > 0:
                 columns[name].append(_mean(column[full * stride :]))
-        steps = [self._steps[min(start + stride, rows) - 1] for start in range(0, rows, stride)]
+        steps = []
+        for start in range(0, rows, stride):
+            last = min(start + stride, rows) - 1
+            steps.append(self._steps[last])
 
         newest = {}
         for name, column in self._columns.items():
@@ -173,7 +180,8 @@ class RunFiles:
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 continue  # half of it was there, or it is none
             if kinds:
-                events.append({"kind": kinds[0], "step": step, "value": row[kinds[0]]})
+                kind = kinds[0]
+                events.append({"kind": kind, "step": step, "value": row[kind]})
         return events[-200:]
 
     def _json(self, name: str) -> Any:

@@ -328,6 +328,31 @@ def test_the_majority_is_right_and_few_are_asked() -> None:
     )
 
 
+def test_a_weight_in_two_stages_of_a_rank_and_one_of_another_is_equal() -> None:
+    """As with a V shape a weight of the first, a middle and the last stage."""
+    placement = Placement((4,), "F32", stages=(0, 1))
+    weight = torch.randn(4)
+
+    def of_rank(*values: torch.Tensor) -> Sums:
+        shards = [
+            SimpleNamespace(name="w", placement=placement, compared=True, local=value)
+            for value in values
+        ]
+        state = SimpleNamespace(
+            placements={"w": placement},
+            layout=Layout({"pp": 2}),
+            shards=shards,
+            mesh=SimpleNamespace(device_type="cpu"),
+        )
+        return Sums(state)
+
+    twice, once = of_rank(weight, weight.clone()), of_rank(weight)
+    assert twice.digests() == once.digests() != of_rank(weight, weight + 1).digests()
+    assert twice.of_kind(0) == once.of_kind(0)
+    assert twice.inconsistent_ties() == []
+    assert of_rank(weight, weight + 1).inconsistent_ties() == ["w"]
+
+
 def test_nothing_is_summed_up_where_nobody_else_holds_the_same(state: State) -> None:
     sums = Sums(state)
     assert sums.digests() == {}

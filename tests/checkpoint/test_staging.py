@@ -14,10 +14,12 @@ from meshtrain.checkpoint import staging
 from meshtrain.checkpoint.directory import name_of, open_manifest
 from meshtrain.checkpoint.save import Saver
 from meshtrain.checkpoint.shard_file import BLOCK
-from meshtrain.checkpoint.staging import Snapshot, find_short_hosts, snapshot_bytes
+from meshtrain.checkpoint.staging import Snapshot, snapshot_bytes
 from meshtrain.checkpoint.state import State
 from meshtrain.checkpoint.verify import verify
 from meshtrain.config.schema import OptimizerSection
+from meshtrain.job import host_limits
+from meshtrain.job.host_limits import find_short_hosts
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
 from meshtrain.optim.optimizer import Optimizer
@@ -82,8 +84,10 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     nbytes = snapshot_bytes(state, 0)
     job: Any = Gathering()
     for spare, short in ((2 * nbytes, 0), (2 * nbytes - 4096, 1), (nbytes - 4096, 2)):
-        monkeypatch.setattr(staging, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib))
-        found = find_short_hosts(state, job)
+        monkeypatch.setattr(
+            host_limits, "memory_gib", lambda spare=spare: (40.0, 4.0 + spare / gib)
+        )
+        found = find_short_hosts(job, nbytes, "looking")
         assert len(found) == short, (spare, found)
         assert all(
             line.startswith(f"host {host} needs ") for line, host in zip(found, "ab", strict=False)
@@ -92,9 +96,9 @@ def test_the_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -
     def unknown() -> Any:
         raise FileNotFoundError("/proc/meminfo")
 
-    monkeypatch.setattr(staging, "memory_gib", unknown)
+    monkeypatch.setattr(host_limits, "memory_gib", unknown)
     job.reduce = lambda _, report, combine: combine([report])
-    assert find_short_hosts(state, job) == []
+    assert find_short_hosts(job, nbytes, "looking") == []
 
 
 def test_a_run_goes_on_in_little_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +111,7 @@ def test_a_run_goes_on_in_little_memory(run: Run, monkeypatch: pytest.MonkeyPatc
         init(self, *arguments, streams=streams)
         assert self._memory.nbytes == 0
 
-    monkeypatch.setattr(staging, "memory_gib", lambda: (64.0, 6.4))
+    monkeypatch.setattr(host_limits, "memory_gib", lambda: (64.0, 6.4))
     monkeypatch.setattr(Snapshot, "__init__", noted)
     problem = (
         "checkpoints are written while training waits, because the memory for copies of the state "

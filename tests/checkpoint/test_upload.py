@@ -12,13 +12,13 @@ import fsspec
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 
-from meshtrain.checkpoint import object_storage
 from meshtrain.checkpoint.directory import COMPLETE, complete_steps, name_of
-from meshtrain.checkpoint.object_storage import ObjectStorage
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
 from meshtrain.errors import InputError
+from meshtrain.job import object_storage
+from meshtrain.job.object_storage import ObjectStorage
 from tests.checkpoint.conftest import MEMORY as URL
 from tests.checkpoint.conftest import Train
 from tests.checkpoint.faults import SHARD, Run, failing
@@ -280,7 +280,9 @@ def test_a_server_that_is_slow(
     for name in names:
         (tmp_path / name).write_text(name)
     monkeypatch.setattr(object_storage, "AT_ONCE", 1)
-    ObjectStorage(URL).put_files([(tmp_path / name, name) for name in names])
+    ObjectStorage(URL, key="checkpoint.upload").put_files(
+        [(tmp_path / name, name) for name in names]
+    )
     assert [storage.cat_file(f"/bucket/{name}") for name in names] == [
         name.encode() for name in names
     ]

@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshtrain.checkpoint import object_storage
 from meshtrain.checkpoint.directory import name_of
 from meshtrain.checkpoint.retention import Retention
 from meshtrain.checkpoint.upload import Uploads
 from meshtrain.checkpoint.verify import verify
+from meshtrain.job import object_storage
 from tests.checkpoint.conftest import Train
 from tests.checkpoint.faults import SHARD, Run
 

@@ -20,7 +20,7 @@ from meshtrain.errors import DamagedError, InputError
 from meshtrain.job.locate import model_file
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
-from meshtrain.modeling.build import build_model, check_start
+from meshtrain.modeling.build import build_model, check_first_values
 from tests.checkpoint.by_hand import SHARDED, weights_of, write_checkpoint
 from tests.comparing import small_llama
 
@@ -181,7 +181,7 @@ def test_the_manifest_gives_the_keys_that_the_config_does_not(run: Path) -> None
         assert config.model.keys == asdict(made(rope_theta=77.0, hidden_dropout=0.25).config)
         (run / "again.yaml").write_text(config.to_yaml())
         assert Config.load(str(run / "again.yaml")) == config
-        check_start(config)
+        check_first_values(config)
     assert read(run / "checkpoints" / "step_0000002").model.keys["hidden_size"] == 8
 
 
@@ -209,7 +209,7 @@ def test_a_model_of_ones_own_without_a_hugging_face_form(tmp_path: Path) -> None
     write_checkpoint(tmp_path / "run", weights_of(nn.Linear(5, 2)), config=config)
     found = read(tmp_path / "run", model=f", name: {tmp_path / 'after.py'}")
     assert found.model.keys == {"width": 5}
-    check_start(found)
+    check_first_values(found)
 
 
 def test_what_is_refused(run: Path) -> None:
@@ -235,7 +235,7 @@ def test_what_is_refused(run: Path) -> None:
     with pytest.raises(
         InputError, match=r"vocab_size \(there 257, here 300\): take those keys away"
     ):
-        check_start(config)
+        check_first_values(config)
     (newest / "COMPLETE").unlink()
     (run / "checkpoints" / "step_0000002" / "COMPLETE").unlink()
     refused(r"model.weights: no checkpoint in .*run is complete")

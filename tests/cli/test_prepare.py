@@ -31,7 +31,7 @@ LARGE = 300_000  # characters of one document
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that makes some ten shards: lines, some with a loss mask, files without text, a long
     document."""
-    monkeypatch.setattr(text, "_LEAST_SHARD", 15_000)
+    monkeypatch.setattr(text, "LEAST_SHARD", 15_000)
     folder = tmp_path / "corpus"
     folder.mkdir()
     rows = [{"text": f"ü {i} " + "word " * (i % 90)} for i in range(250)]
@@ -94,7 +94,7 @@ def forked_host(corpus: Path, cache: str, *options: str) -> Any:
 def whole(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """What a run without shards makes."""
     with monkeypatch.context() as patch:
-        patch.setattr(text, "_LEAST_SHARD", 1 << 30)
+        patch.setattr(text, "LEAST_SHARD", 1 << 30)
         prepare_data(section(corpus, "whole"), say=lambda line: None)
     return contents(corpus, "whole")
 
@@ -237,7 +237,7 @@ def test_what_is_wrong_ends_it_with_one_sentence(
             prepare(corpus, "cache", f"--host={share}")
     assert main(["prepare", "configs/digits.yaml"]) == 2
     assert (
-        "data.source digits is read as it is: python-stdlib, text, jsonl or parquet"
+        "data.source digits is read as it is: python-stdlib, text, jsonl, parquet or hub"
         in capsys.readouterr().err
     )
 

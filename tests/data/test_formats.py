@@ -44,8 +44,8 @@ def test_pieces_of_a_file_have_each_line_once(
         path.write_bytes(raw)
         whole = ids_of(jsonl_files(path))
         with monkeypatch.context() as patch:
-            patch.setattr(text, "_LEAST_SHARD", size)
-            patch.setattr(text, "_SHARDS", 10**9)
+            patch.setattr(text, "LEAST_SHARD", size)
+            patch.setattr(text, "SHARDS", 10**9)
             source = jsonl_files(path)
             assert len(source.shards()) == max(1, -(-len(raw) // size))
             assert ids_of(source) == whole
@@ -55,7 +55,7 @@ def test_shards_have_every_file_in_order(tmp_path: Path, monkeypatch: pytest.Mon
     for i in range(30):
         (tmp_path / f"{i:02}.txt").write_text("x" * (i * 7 % 50))
     source = text_files(tmp_path)
-    monkeypatch.setattr(text, "_LEAST_SHARD", 100)
+    monkeypatch.setattr(text, "LEAST_SHARD", 100)
     shards = source.shards()
     assert [piece.path for piece in chain(*shards)] == source.files, (
         "a text is a document: it is not cut"
@@ -69,7 +69,7 @@ def test_a_line_is_named_by_its_number_in_the_file(
     rows = [*ROWS[:200], {"body": "no text"}, *ROWS[200:]]
     path = write_lines(tmp_path / "x.jsonl", rows)
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    monkeypatch.setattr(text, "_LEAST_SHARD", 2000)
+    monkeypatch.setattr(text, "LEAST_SHARD", 2000)
     monkeypatch.setattr(text, "_BATCH_CHARACTERS", 700)
     for file in (path, tmp_path / "x.jsonl.gz"):
         with pytest.raises(
@@ -169,7 +169,7 @@ def test_parquet_is_read_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         whole = ids_of(jsonl_files(write_lines(tmp_path / "x.jsonl", rows), field))
         assert ids_of(parquet_files(path, field)) == whole
         with monkeypatch.context() as patch:
-            patch.setattr(text, "_LEAST_SHARD", 700)
+            patch.setattr(text, "LEAST_SHARD", 700)
             assert len(parquet_files(path, field).shards()) > 5
             assert ids_of(parquet_files(path, field)) == whole, "each group of rows once"
 

@@ -6,13 +6,27 @@ from typing import Any
 
 import pytest
 
-from meshtrain.doctor.bandwidth import Spec, axes_to_time, merge, run_workers
+from meshtrain.doctor.bandwidth import (
+    Spec,
+    merge,
+    numbers_of_hosts,
+    run_workers,
+    timed_groups,
+)
 from meshtrain.doctor.records import Link
 from meshtrain.layout import Layout
 from tests.launching import free_port
 
 LAYOUT = Layout({"dp_shard": 2, "tp": 2}).on_hosts([2, 2])
-ROW = {"axes": "tp", "what": "all-gather", "latency": 0.1, "size": 8, "seconds": 1.0, "spread": 2.0}
+ROW = {
+    "axes": "tp",
+    "what": "all-gather",
+    "latency": 0.1,
+    "size": 8,
+    "seconds": 1.0,
+    "fixed": 0.2,
+    "spread": 2.0,
+}
 RESULT: dict[str, Any] = {
     "backend": "gloo",
     "compute": 1.0,
@@ -41,8 +55,23 @@ def test_groups_that_cross_hosts_are_told_from_those_inside() -> None:
     result = RESULT | {"timings": [ROW | {"axes": axes} for axes in crosses]}
     timings = merge(LAYOUT, dict.fromkeys(range(4), result))
     assert {row.axes: row.crosses for row in timings.timings} == crosses
-    assert axes_to_time(LAYOUT) == list(crosses)
-    assert axes_to_time(Layout({"dp_shard": 4, "tp": 1})) == ["dp_shard"]
+    assert list(timed_groups(LAYOUT)) == list(crosses)
+    assert list(timed_groups(Layout({"dp_shard": 4, "tp": 1}))) == ["dp_shard"]
+
+
+def test_groups_of_whole_hosts_are_timed() -> None:
+    """Whatever the layout, so that links are known by the number of hosts."""
+    layout = Layout({"dp_shard": 8, "tp": 2}).on_hosts([2] * 8)
+    names = ["dp_shard", "tp", "world", "2 hosts", "4 hosts"]
+    assert list(timed_groups(layout)) == names
+    result = RESULT | {"timings": [ROW | {"axes": name} for name in names]}
+    timings = merge(layout, dict.fromkeys(range(16), result)).timings
+    assert [(row.ranks, row.hosts) for row in timings] == [(8, 8), (2, 1), (16, 8), (4, 2), (8, 4)]
+    assert numbers_of_hosts(1) == numbers_of_hosts(3) == numbers_of_hosts(7) == []
+    assert numbers_of_hosts(12) == [2, 4]
+    assert numbers_of_hosts(48) == [2, 4, 8, 16]
+    uneven = Layout({"dp_shard": 6}).on_hosts([1, 1, 2, 2])
+    assert list(timed_groups(uneven)) == ["dp_shard"]
 
 
 def test_ranks_that_did_not_arrive_are_named() -> None:

@@ -1,8 +1,8 @@
 """The counted work of blocks: weight gradients, which some schedules put off, are a pass of their
 own."""
 
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+import json
+from collections import Counter
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.config import Config
 from meshtrain.foresight import blocks
-from meshtrain.foresight.blocks import _counted, count_works, works_of
+from meshtrain.foresight.blocks import _counted, works_of
 from meshtrain.foresight.work import Pass, Work
 from meshtrain.modeling.build import plain_model
 from tests.foresight.traced import SMALL
@@ -80,23 +80,6 @@ def test_works_of_one_config_are_not_those_of_another(override: str) -> None:
     assert layers("configs/quickstart.yaml")[0] == plain
 
 
-def test_works_are_counted_in_processes_at_once() -> None:
-    """They are those that are counted here."""
-    overrides = [
-        *SMALL["configs/quickstart.yaml"],
-        "layout={dp_shard: -1, cp: 2}",
-        "data.seq_len=48",
-    ]
-    loaded = [
-        Config.load("configs/quickstart.yaml", [*overrides, f"layout.tp={tp}"], world_size=4)
-        for tp in (1, 2)
-    ]
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        count_works(loaded, pool)
-    pairs = [blocks._known[blocks._key(config, config.resolved)][0] for config in loaded]
-    assert pairs == [_counted(config, config.resolved) for config in loaded]
-
-
 def test_what_fsdp_gathers_over_cp_is_not_the_blocks() -> None:
     """Half the tokens read and write half as much, whatever FSDP frees; a search begins with
     either."""
@@ -161,3 +144,88 @@ def test_convolutions_are_products() -> None:
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()
     assert sum(map(flops, passes)) == counter.get_total_flops() > 0
+
+
+def attention_flops(*overrides: str, world_size: int = 1) -> tuple[float, float]:
+    """Of a layer's forward, and of its backward."""
+    keys = [*SMALL["configs/quickstart.yaml"], "batch.micro_size=1", *overrides]
+    config = Config.load(ROOT / "configs/quickstart.yaml", keys, world_size=world_size)
+    work = next(work for work in works_of(config, config.resolved) if "layers" in work.name)
+    return work.forward.attention_flops, work.input_grad.attention_flops
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_attention_computes_the_pairs_that_see_each_other(precision: str) -> None:
+    """4 heads of 16 features on 32 tokens, of which each sees itself and those before it; a
+    backward has five products for a forward's two. Over `cp` all ranks together compute as many."""
+    pairs = 32 * 33 / 2
+    keys = f"train.precision={precision}", "model.hidden_size=64"
+    forward, backward = attention_flops(*keys)
+    assert forward == 2 * 4 * pairs * 2 * 16
+    assert backward == 2.5 * forward
+    # A rank of two has the first and the last quarter of the tokens, or the two in the middle.
+    over_cp, _ = attention_flops(*keys, "layout={cp: 2}", world_size=2)
+    assert over_cp == pytest.approx(forward / 2)
+
+
+def test_latent_attention_in_16_bits() -> None:
+    """Its values are narrower than its keys, which flash attention does not take."""
+    sizes = {
+        "name": "deepseek_v3",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 256,
+    }
+    keys = ["data.seq_len=32", "train.precision=bfloat16", "batch={global_size: 8, micro_size: 1}"]
+    keys.append(f"model={json.dumps(sizes)}")
+    for layout, world_size in (("{dp_shard: 1}", 1), ("{cp: 2}", 2)):
+        config = Config.load(
+            ROOT / "configs/quickstart.yaml", [*keys, f"layout={layout}"], world_size=world_size
+        )
+        work = next(work for work in works_of(config, config.resolved) if "layers" in work.name)
+        pairs = 32 * 33 / 2 / world_size
+        # Over `cp` values are padded to the width of keys.
+        widths = 24 + (16 if world_size == 1 else 24)
+        assert work.forward.attention_flops == pytest.approx(2 * 4 * pairs * widths)
+
+
+def test_products_of_8_bits_are_told_from_others() -> None:
+    """Those of the forward and of the gradients of inputs, of layers that are wide enough; those of
+    weights stay in 16 bits."""
+    overrides = "train.precision=bfloat16", "train.linear_precision=float8", "model.hidden_size=128"
+    layer, _ = layers("configs/quickstart.yaml", *overrides, "model.intermediate_size=256")
+    counts = [Counter(product.precision for product in one.products) for one in layer.passes]
+    assert counts == [{"float8": 5, None: 2}, {"float8": 5, None: 2}, {None: 7}]
+
+
+def test_messages_are_counted_and_travel_beside_weight_gradients() -> None:
+    """With sequence parallelism a layer gathers twice and scatters twice in each direction; the sums
+    of the inputs' gradients of q, k, v and of gate and up travel while their weights' gradients are
+    computed."""
+    layer, _ = layers("configs/quickstart.yaml", "layout.tp=2", world_size=4)
+    counts = {
+        (name, send.kind): (send.times, len(send.beside))
+        for name in ("forward", "input_grad", "weight_grad")
+        for send in getattr(layer, name).sends
+    }
+    assert counts == {
+        ("forward", "all_gather"): (2, 0),
+        ("forward", "reduce_scatter"): (2, 0),
+        ("input_grad", "all_gather"): (2, 0),
+        ("input_grad", "reduce_scatter"): (2, 5),
+    }
+    [scatter] = [send for send in layer.input_grad.sends if send.kind == "reduce_scatter"]
+    assert set(scatter.beside) <= set(layer.weight_grad.products)

@@ -4,14 +4,17 @@ hardware they ran on."""
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from meshtrain.errors import InputError
 from meshtrain.foresight import calibrate, steptime
 from meshtrain.foresight.calibrate import MeasuredRun, against, as_yaml, fit, misfit, phases, scaled
+from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware, load
 from meshtrain.foresight.steptime import StepPlan, StepTime
 from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
@@ -155,31 +158,49 @@ def test_predicted_stands_beside_measured(tmp_path: Path, monkeypatch: pytest.Mo
     assert rows["sent over pp"].describe().split() == ["sent", "over", "pp", "7", "0", "B"]
 
 
-def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = ("what", "crosses", "ranks", "latency", "bandwidth")
-    timings = [("all-reduce", False, 4, 6e-5, 2e11), ("all-reduce", True, 4, 4e-5, 3e10)]
-    seen = {
-        "timings": {
-            "timings": [dict(zip(columns, row, strict=True)) for row in timings],
-            "links": [
-                {"source": i, "target": i + 1, "bandwidth": bandwidth}
-                for i, bandwidth in enumerate((3e11, 4e10))
-            ],
-        },
-        "hosts": [{"ranks": [0, 1]}, {"ranks": [2, 3]}],
-    }
+def seen_by_doctor(hardware: Hardware, hosts: int = 8) -> dict[str, Any]:
+    """What a doctor sees of hosts of 4 ranks, on hardware of which all is known."""
+    groups = {(4, 1): 4, (hosts, hosts): 1, (4 * hosts, hosts): 4, (8, 2): 4, (16, 4): 4}
+    rows = []
+    for (ranks, of_hosts), on_host in groups.items():
+        group = Group(ranks, on_host, ranks_of_host=4)
+        fixed = seconds("all_gather", 0, group, hardware)
+        took = seconds("all_gather", 1e8, group, hardware)
+        row = {"ranks": ranks, "hosts": of_hosts, "fixed": fixed, "seconds": took}
+        rows.append({**row, "what": "all-gather", "bandwidth": 1e8 / took})
+        rows.append({**row, "what": "all-reduce", "bandwidth": 1.0, "fixed": 1.0})  # maybe a tree
+    ranks_of = [{"ranks": list(range(4 * i, 4 * i + 4))} for i in range(hosts)]
+    links = [{"source": 0, "target": 4, "bandwidth": 4e10}]
+    return {"timings": {"timings": rows, "links": links}, "hosts": ranks_of}
+
+
+def test_a_report_of_the_doctor_has_the_links_by_hosts(tmp_path: Path) -> None:
+    """Whatever they are, the file that is made of it has them."""
+    table = {2: 180.0, 4: 100.0, 8: 60.0}
+    between = replace(H100.between_hosts, bandwidth=table, latency=6e-5)
+    true = replace(H100, between_hosts=between)
     report = tmp_path / "doctor.json"
-    report.write_text(json.dumps({"seen": seen}))
+    report.write_text(json.dumps({"seen": seen_by_doctor(true)}))
+    seen = calibrate.with_links(H100, report)
+    assert seen.between_hosts.bandwidth == pytest.approx(table)
+    assert seen.between_hosts.latency == pytest.approx(6e-5)
+    assert seen.within_host.of_rank() == pytest.approx(360)
+    assert seen.within_host.latency == pytest.approx(H100.within_host.latency)
+    path = tmp_path / "mine.yaml"
+    path.write_text(as_yaml(replace(seen, source="doctor.json")))
+    assert load(str(path)).between_hosts.bandwidth == pytest.approx(table)
+    # Where no collective was timed, pairs of ranks tell.
+    report.write_text(json.dumps({"seen": seen_by_doctor(true) | {"timings": {
+        "timings": [], "links": [{"source": 0, "target": 4, "bandwidth": 4e10}]}}}))  # fmt: skip
+    assert calibrate.with_links(H100, report).between_hosts.bandwidth == 40
+
+
+def test_calibrate_reads_runs_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "doctor.json"
+    report.write_text(json.dumps({"seen": seen_by_doctor(H100)}))
     of_report = calibrate.calibrate([str(report)], H100)
-    assert asdict(of_report.within_host) == {
-        "bandwidth": 200.0,
-        "latency": pytest.approx(1e-5),
-        "message": 0.0,
-    }
-    assert (of_report.between_hosts.bandwidth, of_report.between_hosts.latency) == (
-        40.0,
-        pytest.approx(2e-5),
-    )
+    assert of_report.within_host == replace(H100.within_host, latency=ANY)
+    assert of_report.within_host.latency == pytest.approx(H100.within_host.latency)
     monkeypatch.setattr(MeasuredRun, "foresee", lambda run, hardware: RUNS[0](hardware))
     run = folder_of_run(tmp_path / "x")
     both = calibrate.calibrate([str(run), str(report)], H100)

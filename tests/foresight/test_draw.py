@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshtrain.foresight.draw import picture, step_lines
+from meshtrain.foresight.draw import memory_lines, picture, step_lines
+from meshtrain.foresight.hardware import load
 from meshtrain.metrics.picture import write_picture
 
 GIB = 2**30
@@ -22,14 +23,24 @@ needs_matplotlib = pytest.mark.skipif(
 def test_the_bars_of_a_step() -> None:
     """As long as the parts; what is there has a bar, however short, and what takes nothing has
     none."""
-    head, *bars, limit = step_lines(STEP)
-    assert head == "step 0.4 s: 81,920 tokens/s, 41 % MFU"
+    head, *bars, limit = step_lines(STEP, error=load("h100").band)
+    assert head == "step 0.4 s +- 15 %, data sheet: 81,920 tokens/s, 41 % MFU"
     assert [line.split() for line in bars] == [
         ["forward", "#" * 11, "0.1", "s"],
         ["backward", "#" * 32, "0.3", "s"],
         ["update", "#", "0.0005", "s"],
     ]
     assert limit == "  limit: products"
+
+
+def test_what_is_a_thousandth_of_the_peak_is_not_shown() -> None:
+    kept, at_the_peak = {"activations": 16, "states": 8}, {**PARTS, "loss": 1e5}
+    _, *rows = memory_lines(kept, at_the_peak, "memory")
+    assert [row.split() for row in rows] == [
+        ["activations", "20.0", "GiB"],
+        ["weights,", "float32", "1.5", "GiB"],
+        ["gradients,", "float32", "2.5", "GiB"],
+    ]
 
 
 @needs_matplotlib

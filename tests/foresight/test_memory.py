@@ -15,10 +15,10 @@ from meshtrain.errors import bytes_text
 from meshtrain.foresight import compiled, predict, prediction, start
 from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
-from meshtrain.modeling.kinds import UntracedError
 from meshtrain.foresight.parameters import held_by_ranks, parameter_specs
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.layout import Layout
+from meshtrain.modeling.kinds import UntracedError
 from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.pipeline.schedule import NAMES, build
 from tests.foresight.traced import LLAMA
@@ -102,9 +102,7 @@ DEEP = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["layout={dp_replicate: 2}", "layout={pp: 2}"])
-def test_kinds_that_alternate(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_that_alternate(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "SHORT", 10**6)
     file = tmp_path / "kinds.py"
     file.write_text(OWN + KINDS)

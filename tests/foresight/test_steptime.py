@@ -13,8 +13,8 @@ from meshtrain.config.errors import ConfigErrors
 from meshtrain.config.schema import OptimizerSection, ParamGroupSection
 from meshtrain.errors import InputError
 from meshtrain.foresight import steptime
-from meshtrain.foresight.collective import Group, seconds
-from meshtrain.foresight.hardware import Hardware, load
+from meshtrain.foresight.collective import Group, bandwidth, seconds
+from meshtrain.foresight.hardware import Hardware, load, with_fabric
 from meshtrain.foresight.steptime import StepPlan
 from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
 from meshtrain.layout import Layout
@@ -55,7 +55,9 @@ def test_built_in_hardware() -> None:
         hardware = load(name)
         assert 0 < hardware.device.room < hardware.device.memory_gib * 2**30
         assert hardware.flops("bfloat16") > 0
-        assert hardware.between_hosts.bandwidth < hardware.within_host.bandwidth
+        assert hardware.between_hosts.of_rank() < hardware.within_host.of_rank()
+    for name in ("efa", "ethernet", "infiniband"):
+        assert with_fabric(H100, name).between_hosts.of_rank(2, 8) <= 50
 
 
 def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_what_is_wrong_with_a_hardware_file_is_said_with_its_line(tmp_path: Path
     )
     with pytest.raises(InputError, match=r"peak\.bfloat16"):
         load(str(path))
-    with pytest.raises(InputError, match="a100, b200, cpu, h100"):
+    with pytest.raises(InputError, match=r"did you mean h100\? .* a100, b200, cpu, h100"):
         load("h1000")
     with pytest.raises(InputError, match="no peak for float4"):
         H100.flops("float4")
@@ -94,9 +96,20 @@ def test_groups_know_who_shares_a_host() -> None:
 
 def test_a_collective_takes_its_bytes_and_its_steps() -> None:
     inside, outside = H100.within_host, H100.between_hosts
+    call = inside.message
     assert seconds("all_gather", 1e9, Group(1, 1), H100) == 0
-    assert seconds("all_gather", 0, Group(8, 8), H100) == 7 * inside.latency
-    assert seconds("all_reduce", 0, Group(8, 8), H100) == 14 * inside.latency
+    assert seconds("all_gather", 0, Group(8, 8), H100) == call + 7 * inside.latency
+    assert seconds("all_gather", 0, Group(8, 8), H100, times=3) == pytest.approx(
+        3 * (call + 7 * inside.latency)
+    )
+    assert seconds("all_reduce", 0, Group(8, 8), H100) == call + 14 * inside.latency
+    # A ring passes all hosts, a tree has a step for each doubling of them.
+    assert seconds("all_gather", 0, Group(512, 8), H100) == pytest.approx(
+        outside.message + 64 * 7 * inside.latency + 63 * outside.latency
+    )
+    assert seconds("all_reduce", 0, Group(512, 8), H100) == pytest.approx(
+        outside.message + 2 * (7 * inside.latency + 6 * outside.latency)
+    )
     large = 1e12
     assert seconds("all_gather", large, Group(8, 8), H100) == pytest.approx(
         large / (inside.bandwidth * 1e9), rel=1e-3
@@ -110,6 +123,78 @@ def test_a_collective_takes_its_bytes_and_its_steps() -> None:
         "all_to_all", large, Group(16, 1), H100
     )
     assert seconds("p2p", large, Group(2, 1), H100) > seconds("p2p", large, Group(2, 2), H100)
+
+
+def test_a_table_has_the_bandwidth_of_so_many_hosts() -> None:
+    """Of all their ranks together, of which a smaller group has its share."""
+    table = replace(H100.between_hosts, bandwidth={2: 320, 8: 80})
+    cluster = replace(H100, between_hosts=table)
+    layout = Layout({"dp_replicate": 2, "dp_shard": 64}).on_hosts([8] * 16)
+
+    def rate(kind: str, group: Group) -> float:
+        return bandwidth(kind, group, cluster)
+
+    assert rate("all_gather", Group(16, 8)) == pytest.approx(320)
+    assert rate("all_gather", Group(32, 8)) == pytest.approx(160)  # between two entries
+    assert rate("all_gather", Group.of(layout, "dp_shard")) == pytest.approx(80)
+    assert rate("all_gather", Group(512, 8)) == pytest.approx(80)  # beyond the last
+    assert rate("all_reduce", Group.of(layout, "dp_replicate")) == pytest.approx(320 / 8)
+    assert rate("p2p", Group(16, 1, ranks_of_host=8)) == pytest.approx(320 / 8)
+    assert rate("all_gather", Group(8, 8)) == H100.within_host.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "megabytes", "milliseconds"),
+    [
+        ("all_gather", 2, 2048, 5.84),
+        ("all_gather", 8, 512, 1.93),
+        ("all_gather", 16, 128, 1.45),
+        ("all_gather", 32, 32, 2.57),
+        ("all_gather", 32, 2048, 7.76),
+        ("all_to_all", 2, 1024, 12.4),
+        ("all_to_all", 8, 1024, 20.9),
+        ("all_to_all", 32, 2048, 50.0),
+        ("all_reduce", 4, 2048, 11.4),
+        ("all_reduce", 32, 32, 0.96),
+        ("all_reduce", 32, 8192, 50.8),
+    ],
+)
+def test_what_others_have_measured_over_efa(
+    kind: str, hosts: int, megabytes: float, milliseconds: float
+) -> None:
+    """Of nccl-tests on hosts of 8 H100 (https://github.com/crazyguitar/aws-gpu-communication-benchmark,
+    data/), of which the all-gathers gave the two numbers of the file."""
+    ranks = 8 * hosts
+    rounds = 2 if kind == "all_reduce" else 1
+    sent = rounds * megabytes * 1e6 * (ranks - 1) / ranks
+    took = seconds(kind, sent, Group(ranks, 8), with_fabric(H100, "efa"))
+    assert 1e3 * took == pytest.approx(milliseconds, rel=0.3)
+
+
+def test_what_is_wrong_with_a_fabric_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "net.yaml"
+    for text, words in (
+        ("between_hosts: {bandwidth: {1: 40}, latency: 0}", "numbers of hosts from 2 on, found 1"),
+        ("between_hosts: {bandwidth: {}, latency: 0}", "found none"),
+        ("between_hosts: {bandwidth: {two: 40}, latency: 0}", "keys that are integers, found two"),
+        ("between_hosts: {bandwidth: {2: -4}, latency: 0}", "bandwidth.2: expected a number above"),
+        (
+            "{within_host: {bandwidth: {2: 4}, latency: 0}, "
+            "between_hosts: {bandwidth: 1, latency: 0}}",
+            "within_host.bandwidth: expected a number: tables",
+        ),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError) as raised:
+            with_fabric(H100, str(path))
+        assert words in str(raised.value)
+    with pytest.raises(InputError, match=r"no fabrics efv: did you mean efa\?"):
+        with_fabric(H100, "efv")
+    path.write_text("between_hosts: {bandwidth: {2: 320, 16: 100}, latency: 1e-5}")
+    mine = with_fabric(H100, str(path))
+    assert mine.between_hosts.bandwidth == {2: 320, 16: 100}
+    assert mine.within_host == H100.within_host
+    assert str(path) in mine.source
 
 
 def test_one_process_is_its_products_and_traffic_or_its_launches() -> None:
@@ -238,6 +323,72 @@ def test_the_update_takes_what_its_optimizer_does() -> None:
     assert update(name="muon") == pytest.approx(moved(name="muon") + products)
 
 
+def test_messages_travel_beside_products_that_take_a_share_of_the_gpu_less() -> None:
+    layout = Layout({"tp": 8}).on_hosts([8])
+    beside = (Product(8192, 4096, 4096),)
+    group = Group(8, 8)
+
+    def of_tp(nbytes: float, deferred: bool = False) -> float:
+        sends = (Send("tp", "reduce_scatter", nbytes, times=2, beside=beside),)
+        work = replace(block(), weight_grad=Pass(), input_grad=Pass(sends=sends), forward=Pass())
+        [costs] = steptime.block_costs([work], layout, H100, "bfloat16", deferred=deferred)
+        return costs.backward
+
+    computing = steptime.cost(Pass(beside), layout, H100, "bfloat16")["products"]
+    share = H100.compute.contention
+    for nbytes in (1e6, 1e9):
+        alone = seconds("reduce_scatter", nbytes, group, H100, times=2)
+        assert of_tp(nbytes, deferred=True) == pytest.approx(alone)
+        assert of_tp(nbytes) == pytest.approx(alone - (1 - share) * min(alone, computing))
+    assert seconds("reduce_scatter", 1e6, group, H100, times=2) < computing
+
+
+def test_a_compiled_block_takes_the_time_of_its_fused_kernels() -> None:
+    layout = Layout({"dp_shard": 1})
+    both = Pass(moved=4e9, operators=40, fused_moved=1e9, fused_operators=4)
+    rate = 3350e9 * H100.compute.stream
+    assert steptime.cost(both, layout, H100, "bfloat16").total() == pytest.approx(4e9 / rate)
+    fused = steptime.cost(both, layout, H100, "bfloat16", compiled=True)
+    assert fused.total() == pytest.approx(1e9 / rate)
+    # One that cannot be compiled stays as it is.
+    plain = Pass(moved=4e9, operators=40)
+    assert steptime.cost(plain, layout, H100, "bfloat16", compiled=True).total() == pytest.approx(
+        4e9 / rate
+    )
+
+
+def test_products_of_8_bits_have_a_rate_of_their_own() -> None:
+    layout = Layout({"dp_shard": 1})
+    wide, narrow = Product(8192, 4096, 4096), Product(8192, 4096, 4096, precision="float8")
+    both = steptime.cost(Pass((wide, narrow)), layout, H100, "bfloat16")["products"]
+    one = steptime.cost(Pass((wide,)), layout, H100, "bfloat16")["products"]
+    assert both == pytest.approx(one * (1 + 989 / H100.compute.peak["float8"]))
+
+
+def test_gradients_fill_buckets() -> None:
+    """Whole parameters, up to 25 MiB a bucket; each bucket is a message of its own."""
+    mib = 2**18  # elements of float32
+
+    def of(*sizes: int) -> Work:
+        parameters = tuple(Parameter(f"p{i}", (size * mib,)) for i, size in enumerate(sizes))
+        return replace(block(), parameters=parameters)
+
+    layout = Layout({"dp_replicate": 4}).on_hosts([1] * 4)
+    # from the last one on: 10 + 10, then 10 + 1 + 1, then 40, then 3
+    works = [of(3, 40), of(1, 1), of(10, 10, 10)]
+    assert steptime.buckets_of_blocks(works, layout, size=4) == [1, 0, 3]
+    assert steptime.buckets_of_blocks([], layout, size=4) == []
+    frozen = [replace(block(), parameters=(Parameter("p", (mib,), trained=False),))]
+    assert steptime.buckets_of_blocks(frozen, layout, size=4) == [0]
+    # ZeRO-1 gathers bucket by bucket, after the update.
+    step = step_of(works, layout, shards_optimizer=True)
+    sent = 3 / 4 * 4 * 75 * mib
+    gather = seconds("all_gather", sent, Group(4, 1), H100, times=4)
+    assert step.parts["dp_replicate"] > gather
+    call = H100.between_hosts.message
+    assert gather - seconds("all_gather", sent, Group(4, 1), H100) > 3 * call
+
+
 def test_small_blocks_are_gathered_with_the_next_ones() -> None:
     a, b, c = MIN_UNIT_SIZE // 2, MIN_UNIT_SIZE, 3 * MIN_UNIT_SIZE
     assert steptime.gathers_of_units([a, b, c, b, a], [a, b, c, b, a]) == (
@@ -265,7 +416,8 @@ def faster(hardware: Hardware, factor: float) -> list[Hardware]:
         replace(
             hardware,
             **{
-                key: replace(link, bandwidth=link.bandwidth * factor) for key, link in links.items()
+                key: replace(link.slower(1 / factor), latency=link.latency)
+                for key, link in links.items()
             },
         ),
         replace(

@@ -20,7 +20,13 @@ from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
 from meshtrain.metrics.logger import read
-from meshtrain.modeling.build import build_model, check_start, plain_model, spec_of
+from meshtrain.modeling.build import (
+    build_model,
+    check_first_values,
+    check_start,
+    plain_model,
+    spec_of,
+)
 from meshtrain.parallel.linear.lora import adapted_layers, add_adapters, is_adapter, merge_adapters
 from tests.huggingface.models import REST, assert_loads, logits, transformers_model
 from tests.launching import forked
@@ -218,13 +224,13 @@ def test_an_adapter_of_a_layer_that_is_not_called_is_refused(
 def test_adapters_that_would_count_otherwise_are_refused(tuned: Path, config: Config) -> None:
     """A run that starts from them would start from another model, without a word."""
     config = replace(config, model=replace(config.model, weights=str(tuned / "whole" / LAST)))
-    check_start(config)
+    check_first_values(config)
     assert config.train.lora is not None
     other = replace(config.train, lora=replace(config.train.lora, alpha=None))
     with pytest.raises(
         InputError, match=r"alpha 16 and rank 4, and here alpha is 4: give alpha: 16"
     ):
-        check_start(replace(config, train=other))
+        check_first_values(replace(config, train=other))
 
 
 def test_trained_adapters_are_opened_also_of_a_model_that_draws_its_own_weights(

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
 
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.config.model_spec import model_spec
+from meshtrain.job.locate import model_file
 from meshtrain.metrics.logger import read
 from tests.huggingface.beside_own_loop import BATCH, CLIP, LR, SEED, STEPS
 from tests.launching import forked
@@ -122,7 +124,13 @@ def assert_loads(export: Path, weights: Path) -> None:
             {"model_type": "llama", "config": {"hiden_size": 64}},
             "LlamaConfig has no key hiden_size: did you mean hidden_size?",
         ),
-        ({"model_type": "gemma3"}, "gemma3 is made of several models (text_config, vision_config)"),
+        (
+            {"model_type": "gemma3"},
+            "gemma3 is made of several models (text_config, vision_config): take the model_type of "
+            "its text model, gemma3_text",
+        ),
+        ({"model_type": "emu3"}, "take the model_type of its text model, emu3_text_model"),
+        ({"model_type": "musicgen"}, "has none of them as a causal language model: take another"),
         ({"model_type": "t5"}, "transformers has no causal language model of the type t5"),
         ({"path": "nowhere"}, "nowhere/config.json cannot be read: "),
         (
@@ -180,3 +188,16 @@ def test_plans_fit_a_model_of_fewer_layers(tmp_path: Path) -> None:
     spec = model_spec("transformers", {"model_type": "lfm2", "config": lfm2})
     assert spec.plan("cp_plan") == {"model.layers.*.self_attn": "attention"}
     assert not hasattr(spec.meta.model.layers[0], "self_attn")
+
+
+@pytest.mark.parametrize(("given", "named"), [((None, 0.1), {}), ((), {"dropout_p": 0.1})])
+def test_dropout_of_attention_is_seen_by_position_and_by_name(
+    given: tuple[Any, ...], named: dict[str, float]
+) -> None:
+    module: Any = model_file("transformers")
+    q = torch.zeros(1, 1, 2, 4)
+    with module._Drops() as drops:
+        F.scaled_dot_product_attention(q, q, q)
+        assert not drops.found
+        F.scaled_dot_product_attention(q, q, q, *given, **named)
+    assert drops.found

@@ -420,7 +420,7 @@ def test_a_start_in_which_nothing_gets_on_ends_and_names_the_rank(
     script.write_text(ASLEEP)
     job = forked(2, script, small, "train.start_timeout_s=3", f"train.output={tmp_path}/run")
     assert job.status == 1, job.err
-    place = "the meeting 'counting the samples of each source' at the store"
+    place = "the meeting 'comparing where tensors lie' at the store"
     assert re.search(rf"rank 1 on host \S+ \(\S+ 1\) did not arrive at {place}", job.err), job.err
 
 

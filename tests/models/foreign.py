@@ -5,6 +5,7 @@ from a module outside blocks that gets the activation for its dtype, an embeddin
     whole        its blocks are modules
     lists        its layers are nn.ModuleLists, of which it calls the parts
     values       ... and its forward reads a value, so that it does not run without them
+    reversible   its layers are modules, and their backward is its own, as in reversible networks
 """
 
 from dataclasses import dataclass
@@ -88,8 +89,36 @@ class Layer(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], mask: Any = None
     ) -> Tensor:
-        x = hidden_states + self.attention(self.norm1(hidden_states), position_embeddings)
+        return self.inside(hidden_states, position_embeddings)
+
+    def inside(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.norm1(x), angles)
         return x + self.mlp(self.norm2(x))
+
+
+class Reversible(torch.autograd.Function):
+    """Runs layers without gradients, and in its backward what is inside of them once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layers: Any) -> Tensor:
+        inputs = []
+        for layer in layers:
+            inputs.append(x)
+            x = layer(x, (cos, sin))
+        ctx.save_for_backward(*inputs)
+        ctx.layers, ctx.angles = layers, (cos, sin)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        for layer, saved in zip(reversed(ctx.layers), reversed(ctx.saved_tensors), strict=True):
+            x = saved.detach().requires_grad_()
+            with torch.enable_grad():
+                y = layer.inside(x, ctx.angles)
+            y.backward(grad)
+            assert x.grad is not None
+            grad = x.grad
+        return grad, None, None, None
 
 
 class Model(nn.Module):
@@ -99,7 +128,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
         self.rotary = Rotary(config.hidden_size // config.num_attention_heads)
         layers: list[nn.Module] = [Layer(config) for _ in range(config.num_hidden_layers)]
-        if config.kind != "whole":
+        if config.kind in ("lists", "values"):
             layers = [nn.ModuleList(layer.children()) for layer in layers]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.hidden_size)
@@ -120,8 +149,11 @@ class Model(nn.Module):
             else positions
         )
         angles = self.rotary(x, position_ids=positions)
-        for layer in self.layers:
-            x = self.through(layer, x, angles)
+        if self.kind == "reversible":
+            x = Reversible.apply(x, *angles, self.layers)
+        else:
+            for layer in self.layers:
+                x = self.through(layer, x, angles)
         return self.head(input=self.norm(x))
 
     def through(self, layer: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

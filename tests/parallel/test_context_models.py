@@ -417,6 +417,9 @@ def test_a_term_has_a_number_for_each_token(cp: Mesh) -> None:
     terms = StepTerms(GlobalCount(1, cp, CPU))
     x = torch.ones(B, 12, 4, requires_grad=True)
     with terms.of_microbatch(B, B, torch.arange(12) < 9):
-        refused("a number for each of its 12 tokens", lambda: attach(x, "pooled", x.mean((1, 2))))
+        refused(
+            "a number for each of this rank's 12 tokens",
+            lambda: attach(x, "pooled", x.mean((1, 2))),
+        )
         attach(x, "each", x)
     assert terms.sums[Field("loss", "each")].tolist() == [B * 9 * 4]  # without padding

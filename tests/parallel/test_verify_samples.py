@@ -191,6 +191,39 @@ def test_what_depends_on_forwards_before_is_refused(data_ranks: Mesh, recompute:
     assert check(Blocks(Beside(multiply_by_calls)), ALONE) == "", "one process may count"
 
 
+class Caching(nn.Module):
+    """Appends to a list that it is given, as a class of transformers does with its cache of keys
+    and values."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.layer, self.fails = nn.Linear(D, D), fails
+
+    def forward(self, x: Tensor, cache: "Cache") -> Tensor:
+        cache.append(x)
+        assert not self.fails or len(cache) == 1
+        return torch.tanh(self.layer(torch.stack(cache).sum(0)))
+
+
+class Cache(list):
+    """No list of which torch copies what is in it."""
+
+
+class WithCache(Blocks):
+    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
+        return self.head(self.inner(self.words(inputs), Cache()))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_that_changes_what_it_is_given_is_not_recomputed(fails: bool) -> None:
+    model = WithCache(Caching(fails))
+    assert check(model, ALONE) == ""
+    problem = check(model, ALONE, recompute="full")
+    words = "inner fails where its first forward does not" if fails else "inner: output 0 differs"
+    assert f"would compute something else than before: {words}" in problem
+    assert "recompute: none" in problem
+
+
 def test_a_run_is_refused_before_its_first_step(tmp_path: Path) -> None:
     keys = (
         *SMALL,

@@ -39,6 +39,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
     "optimizer": ("adamw", "muon", "sgd", "adamw, sharded", "adamw, averaged"),
     "recompute": ("none", "selective", "full"),
+    "offload": ("none", "both"),
     "precision": ("float64", "float32", "float8"),
     "verify": ("false", "true"),
 }

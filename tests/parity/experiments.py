@@ -174,6 +174,7 @@ def experiment_of(cell: Mapping[str, str], folder: Path) -> Experiment:
         *_OPTIMIZERS[cell["optimizer"]],
         f"batch.global_size={_SIZES.get(model, 14)}",
         "parallel.recompute=none",
+        "parallel.offload=none",
     )
     tolerance = 1e-5 if precision == "float32" else 1e-9
     name = f"{model}, {cell['optimizer']}, {precision}"
@@ -191,6 +192,7 @@ def layout_of(cell: Mapping[str, str]) -> list[str]:
         f"layout={{{layout}}}",
         f"batch.micro_size={micro_size}",
         f"parallel.recompute={cell['recompute']}",
+        f"parallel.offload={cell['offload']}",
     ]
     keys.append(f"parallel.verify={cell['verify']}")
     for axis in AXES:

@@ -33,7 +33,8 @@ from meshtrain.job.exit import job_exit
 from meshtrain.job.process import Job, join
 from meshtrain.metrics.logger import read
 from meshtrain.modeling.flops import block_flops
-from meshtrain.parallel import fsdp, linear_cross_entropy
+from meshtrain.optim import host_states
+from meshtrain.parallel import activation_offload, fsdp, linear_cross_entropy
 from tests.parity.cells import assert_same, small
 from tests.parity.experiments import Experiment
 from tests.ranks import made_once
@@ -54,7 +55,8 @@ def _counted_once(
 @contextmanager
 def shortened(unit_size: int, device: str = "cpu") -> Iterator[None]:
     """FSDP merges blocks below `unit_size`; with 0 it gathers each block separately, also of models
-    as small as these.
+    as small as these. What they save is offloaded however small, and their states in several
+    buckets.
 
     What a run does only once because it takes long costs more than all steps of a test's model.
     Nothing that is compared depends on it, and other tests cover it: the picture and the FLOP count
@@ -72,6 +74,8 @@ def shortened(unit_size: int, device: str = "cpu") -> Iterator[None]:
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_TOKENS", 50)
         monkeypatch.setattr(linear_cross_entropy, "CHUNK_LOGITS", 0)
         monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", unit_size)
+        monkeypatch.setattr(activation_offload, "LEAST", 0)
+        monkeypatch.setattr(host_states, "BUCKET", 2**15)
         if device == "cpu":
             monkeypatch.setattr(
                 torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")

@@ -50,6 +50,7 @@ SHOWN_ELSEWHERE = {
     ),
     *("muon", "muon, experts", "float8", "attached", "attached, recomputed", "qwen3"),
     "attached, even",
+    "predictions, latent",
     *EXPERT_MODELS,
 }
 

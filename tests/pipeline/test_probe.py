@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from meshtrain.cli.plan import make_plan
 from meshtrain.errors import InputError
 from meshtrain.job.locate import model_file
-from meshtrain.pipeline.probe import blocks_used_outside, check_forward, outline_of
+from meshtrain.parallel.options import ParallelOptions
+from meshtrain.parallel.verify import Moment, Subject, check_model
+from meshtrain.pipeline.probe import UsedOutside, blocks_used_outside, check_forward, outline_of
 from meshtrain.pipeline.stage import call_stage, keep_stage
+from tests.comparing import ALONE
 from tests.launching import forked
 from tests.parity.experiments import QUICKSTART
 from tests.pipeline.formulas import table
@@ -160,6 +163,44 @@ class ReadsAndBorrows(Borrows):
         return super().forward(images + float(images.sum()))
 
 
+class Reversible(Images):
+    """Its convolutions return records, and have a backward of their own, which calls what is inside
+    of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Recorded(1), Recorded(2)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(Backwards.apply(images * self.scale, self).flatten(1))
+
+
+class Recorded(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(channels, 2, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": self.inner(x)}
+
+
+class Backwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Reversible) -> Tensor:
+        ctx.model = model
+        ctx.save_for_backward(x)
+        return model.second(model.first(x)["x"])["x"]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.model.second.inner(ctx.model.first.inner(x))
+        y.backward(grad)
+        return x.grad, None
+
+
 class Writes(Images):
     def forward(self, images: Tensor) -> Tensor:
         self.first.weight.data.clamp_(-1, 1)
@@ -230,6 +271,18 @@ class Bag:
         self.x = x
 
 
+class ReadsOfFirst(Images):
+    """Its head gets a number of the first block's, which no file has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_buffer("table", torch.ones(1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.second(self.first(images))
+        return self.head(x.flatten(1) * self.first.table)
+
+
 class Drops(Images):
     def forward(self, images: Tensor) -> Tensor:
         return self.first(images)
@@ -251,12 +304,22 @@ def test_a_forward_with_work_between_its_blocks_passes(kind: type[Images]) -> No
         (Scatters, "what the model returns is computed from random numbers"),
         (Bags, "block first returns a Bag, and between stages tensors"),
         (Drops, "its forward does not call block second"),
+        (Reversible, "block first runs inside a torch.autograd.Function"),
+        (ReadsOfFirst, "block head gets something computed from the buffer first.table"),
     ],
 )
 def test_what_a_stage_lacks_is_refused(kind: type[Images], message: str) -> None:
     bounds = [(0, 1), (1, 3)] if kind is Refers else [(0, 2), (2, 3)]
     with pytest.raises(InputError, match=rf"cannot be cut into stages: .*{re.escape(message)}"):
         check_forward(on_meta(kind), bounds, (IMAGES,), torch.float32)
+
+
+def test_frozen_blocks_may_have_a_backward_of_their_own() -> None:
+    """In which nothing is computed."""
+    model = on_meta(Reversible)
+    for part in (model.first, model.second):
+        part.requires_grad_(False)
+    check_forward(model, [(0, 1), (1, 3)], (IMAGES,), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -272,16 +335,31 @@ def test_a_number_is_read_where_its_tensor_is(read: Callable[[Tensor], float]) -
 
 
 def test_blocks_of_whose_parameters_others_make_use_and_parameters_that_are_written_to() -> None:
-    expected: dict[type[Images], tuple[list[str], list[str]]] = {
-        Images: ([], []),
-        Asks: ([], []),
-        Lists: (["second"], []),
-        ReadsAndBorrows: (["head"], []),
-        Refers: (["first"], []),
-        Borrows: (["head"], []),
-        Writes: (["first", "second", "head"], ["first.weight", "second.bias", "head.weight"]),
+    written = ["first.weight", "second.bias", "head.weight"]
+    expected: dict[type[Images], UsedOutside] = {
+        Images: UsedOutside([], [], []),
+        Asks: UsedOutside([], [], []),
+        Lists: UsedOutside(["second"], [], []),
+        ReadsAndBorrows: UsedOutside(["head"], [], []),
+        Refers: UsedOutside(["first"], [], []),
+        Borrows: UsedOutside(["head"], [], []),
+        Reversible: UsedOutside(["first", "second"], ["first", "second"], []),
+        Writes: UsedOutside(["first", "second", "head"], [], written),
     }
     assert {kind: blocks_used_outside(on_meta(kind), (IMAGES,)) for kind in expected} == expected
+
+
+def test_a_backward_of_the_models_own_is_not_cast() -> None:
+    subject = Subject(
+        model=Reversible(),
+        layout=ALONE.layout,
+        mesh=ALONE,
+        options=ParallelOptions(precision="bfloat16"),
+        copy=lambda: on_meta(Reversible),
+        inputs=(IMAGES,),
+    )
+    with pytest.raises(InputError, match=r"block first has a backward of the model's own.*float32"):
+        check_model(Moment.PLAIN, subject)
 
 
 class Outside(nn.Module):

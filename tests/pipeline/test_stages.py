@@ -82,6 +82,17 @@ def test_a_stage_has_the_parameters_of_its_blocks_and_the_settings_of_all() -> N
     assert model.get_submodule("model.layers.0").window == 7, "which a model's forward may read"
 
 
+def test_a_forward_sees_the_modules_inside_of_blocks_of_other_stages() -> None:
+    """Without values, and without any that belong to the stage."""
+    model = stage(2, 4)
+    block = model.get_submodule("model.layers.0")
+    assert list(dict(block.mlp.named_children())) == ["gate_proj", "up_proj", "down_proj"]
+    assert isinstance(block.mlp.up_proj.weight, StandIn)
+    assert block.mlp.up_proj.weight.shape == (12, 8)
+    assert list(block.modules()) == [block]
+    assert not hasattr(block, "mpl")
+
+
 def test_a_submodule_of_that_name_is_no_function_of_blocks() -> None:
     """All transformers of timm have one."""
     model, numbered = nn.Module(), nn.Module()

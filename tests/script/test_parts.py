@@ -14,6 +14,7 @@ from meshtrain.data.order import share
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import build_mesh
+from meshtrain.parallel.options import ParallelOptions
 from meshtrain.script.data import data_fingerprint
 from meshtrain.script.loss_call import call_loss, inputs_of
 from meshtrain.script.microbatches import count_microbatches, split_batch
@@ -23,7 +24,7 @@ from meshtrain.script.optimizer import (
     read_optimizer,
     require_elementwise,
 )
-from meshtrain.script.run import _length_of
+from meshtrain.script.run import _length_of, _refuse_torchs
 from meshtrain.script.settings import script_config
 from tests.script.program import LOSSES, Options, make_data, make_model
 
@@ -227,6 +228,22 @@ def test_another_optimizer_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=sentence):
         require_elementwise(optimizer, CPU, is_split=is_split)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"shard_optimizer": True}, "AdamW is none of them: use dp_shard, or give run.prepare"),
+        ({"offload": "optimizer"}, "AdamW is none of them: use offload: activations, or give"),
+        ({"offload": "both"}, "offload: both keeps the states of meshtrain's own optimizers"),
+    ],
+)
+def test_what_only_meshtrains_optimizers_can_is_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence):
+        _refuse_torchs(make("AdamW"), ParallelOptions(**options))
+    _refuse_torchs(make("AdamW"), ParallelOptions(offload="activations"))
 
 
 def test_an_optimizer_of_whole_matrices_is_taken_where_they_are_whole() -> None:

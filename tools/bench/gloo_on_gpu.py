@@ -103,7 +103,9 @@ class GlooOnGpu(ProcessGroup):
         plain: Any = dist.AllreduceOptions()
         plain.reduceOp = dist.ReduceOp.SUM if is_mean else opts.reduceOp
         self.inner.allreduce([copy], plain).wait()
-        return copy.div_(self.size()) if is_mean else copy
+        if is_mean:  # which gloo does not have
+            copy.div_(self.size())
+        return copy
 
     def _gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, on the CPU."""
@@ -127,9 +129,7 @@ class GlooOnGpu(ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Done:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._allgather_base(output, tensor, opts)
-        return done(outputs)
+        return one_by_one(self._allgather_base, outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Done:
         for output, parts in zip(outputs, inputs, strict=True):
@@ -141,7 +141,8 @@ class GlooOnGpu(ProcessGroup):
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any) -> Done:
         (copy,) = to_cpu([tensor])
-        mine = self._reduced(copy.flatten(), opts).chunk(self.size())[self.rank()]
+        parts = self._reduced(copy.flatten(), opts).chunk(self.size())
+        mine = parts[self.rank()]
         output.copy_(mine.view(output.shape))
         return done([output])
 
@@ -150,9 +151,7 @@ class GlooOnGpu(ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Done:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._reduce_scatter_base(output, tensor, opts)
-        return done(outputs)
+        return one_by_one(self._reduce_scatter_base, outputs, inputs, opts)
 
     def alltoall_base(
         self,
@@ -162,7 +161,8 @@ class GlooOnGpu(ProcessGroup):
         input_sizes: list[int],
         opts: Any,
     ) -> Done:
-        copy, into = tensor.cpu(), torch.empty_like(output, device="cpu")
+        copy = tensor.cpu()
+        into = torch.empty_like(output, device="cpu")
         self.inner.alltoall_base(into, copy, output_sizes, input_sizes, opts).wait()
         output.copy_(into)
         return done([output])
@@ -185,6 +185,17 @@ class GlooOnGpu(ProcessGroup):
         into = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
         work = self.inner.recv(into, rank, tag)
         return Done(lambda: (work.wait(), copy_back(into, tensors)), tensors)
+
+
+def one_by_one(
+    collective: Callable[[Tensor, Tensor, Any], Done],
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    opts: Any,
+) -> Done:
+    for output, tensor in zip(outputs, inputs, strict=True):
+        collective(output, tensor, opts)
+    return done(outputs)
 
 
 def to_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

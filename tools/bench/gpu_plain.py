@@ -5,44 +5,20 @@ bfloat16, torch's cross entropy on whole logits, fused AdamW, clipping, and a lo
 the end only.
 """
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 
-from harness import model_of
-from meshtrain.data.order import batch_samples
-from meshtrain.data.tokens import smallest_dtype
-from plain_ddp import read
+from baseline import Task
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Trains in this process; at the end it writes a line with each step's loss.
-
-    Args:
-        config: the parsed YAML.
-        tokens: the tokens.bin of a token file, in the smallest dtype that holds the vocabulary.
-        weights: a safetensors file with the initial weights.
-        before_step: called with the number of each step, from 1, before it begins.
-    """
+def train(task: Task) -> None:
+    """Trains in this process; at the end it writes each step's loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    module, sizes = model_of(config)
-    model: nn.Module = module.Model(sizes)
-    model.load_state_dict(load_file(weights))
+    model: nn.Module = task.plain_model()
     model.to(device)
-    keys = config["optimizer"]
+    keys = task.config["optimizer"]
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=keys["lr"],
@@ -51,31 +27,25 @@ def train(
         weight_decay=keys["weight_decay"],
         fused=True,
     )
-    forward = torch.compile(model) if config["parallel"].get("compile", True) else model
-    data: np.memmap = np.memmap(tokens, smallest_dtype(sizes.vocab_size), "r")
-    s, size = config["data"]["seq_len"], config["batch"]["global_size"]
-    micro = config["batch"]["micro_size"]
-    in_16_bits = config["train"]["precision"] == "bfloat16"
+    forward: Any = model
+    if task.config["parallel"].get("compile", True):
+        forward = torch.compile(model)
+    in_16_bits = task.config["train"]["precision"] == "bfloat16"
 
     losses = []
-    for step in range(1, config["train"]["steps"] + 1):
-        before_step(step)
-        samples = batch_samples(config["train"]["seed"], step - 1, size, (len(data) - 1) // s)
+    for _, samples in task.steps():
         total = torch.zeros((), device=device)
-        for i in range(0, size, micro):
-            inputs, targets = (x.to(device) for x in read(data, samples[i : i + micro], s))
+        for i in range(0, len(samples), task.micro_size):
+            inputs, targets = task.read(samples[i : i + task.micro_size])
             with torch.autocast(device, torch.bfloat16, enabled=in_16_bits):
-                logits = forward(inputs)
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
-            ) / (size * s)
+                logits = forward(inputs.to(device))
+            loss = task.loss(logits, targets.to(device))
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), keys["clip_norm"])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    lines = [
-        json.dumps({"step": step, "loss": loss.item()}) for step, loss in enumerate(losses, start=1)
-    ]
-    log.write_text("\n".join(lines) + "\n")
+    with task.writing() as write_step:
+        for step, loss in enumerate(losses, start=1):
+            write_step(step, {"loss": loss.item()})

@@ -24,6 +24,7 @@ GROUPS = {
         "tests/metrics/test_profile.py",
         "tests/metrics/test_stragglers.py",
         "tests/metrics/test_timing.py",
+        "tests/parallel/test_offload.py",
     ),
     "whole runs": ("tests/parity/test_parity_gpu.py",),
     "several ranks": (

@@ -6,32 +6,30 @@ only the sample loader and the pauses between turns are ours. On one GPU torchti
 under autocast with a float32 residual stream; later versions wrap the model in FSDP on a mesh of
 one. Three baselines:
 
-    T-none  FSDP on a mesh of one, parameters gathered once per step, no recomputation: torchtitan
-    as one would tune it T-sac   the same with its selective recomputation, which recomputes every
-    second matrix product: its own recipe T-amp   0.2.2 unchanged: autocast
+    T-none  FSDP on a mesh of one, parameters gathered once per step, no recomputation:
+            torchtitan as one would tune it
+    T-sac   the same with its selective recomputation, which recomputes every second matrix product:
+            its own recipe
+    T-amp   0.2.2 unchanged: autocast
 """
 
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from baseline import Task
 from harness import model_of
-from meshtrain.data.order import batch_samples
-from meshtrain.data.tokens import smallest_dtype
 
 BASELINES = ("T-none", "T-sac", "T-amp")
 NAME = "meshtrain-pair"
@@ -55,11 +53,12 @@ WHEELS = {
 
 def needed(baselines: Sequence[str]) -> str | None:
     """What these baselines lack, in one line; None: nothing."""
-    old = (installed() or ("0.2" if torch.__version__.startswith("2.11.") else "0.3")).startswith(
-        "0.2"
-    )
+    # The version that fits this torch, where none is installed.
+    fitting = "0.2" if torch.__version__.startswith("2.11.") else "0.3"
+    old = (installed() or fitting).startswith("0.2")
     names = NEEDED if old else NEEDED + NEEDED_0_3
-    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
         wheels = " ".join(WHEELS.get(name, name) for name in names if name in missing)
         wheels = wheels.replace("torchtitan", "torchtitan==0.2.2" if old else "torchtitan==0.3.0")
         return f"torchtitan's side needs {', '.join(missing)}: pip install --no-deps {wheels}"
@@ -76,41 +75,23 @@ def installed() -> str | None:
         return None
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Trains in this process; at the end it writes a line with each step's loss.
-
-    Args:
-        config: the parsed YAML; `titan.baseline` is one of `BASELINES`.
-        tokens: the tokens.bin of a token file, in the smallest dtype that holds the vocabulary.
-        weights: a safetensors file with the initial weights under Hugging Face's names.
-        before_step: called with the number of each step, from 1, before it begins.
-    """
+def train(task: Task) -> None:
+    """Trains in this process; at the end it writes each step's loss. `titan.baseline` of the config
+    is one of `BASELINES`."""
     alone()
     if importlib.util.find_spec("datasets") is None:
         sys.modules |= stub("datasets", "Dataset", "load_dataset") | stub(
             "datasets.distributed", "split_dataset_by_node"
         )
-    samples = Samples(config, tokens)
-    build = (
-        trainer_0_2 if importlib.metadata.version("torchtitan").startswith("0.2.") else trainer_0_3
-    )
-    config = config | {
-        "titan": {"compile": True, "cuda_graphs": True, "folder": str(log.with_suffix(""))}
-        | config["titan"]
-    }
-    trainer = build(config, samples, load_file(weights), paced(before_step))
+    is_0_2 = importlib.metadata.version("torchtitan").startswith("0.2.")
+    build = trainer_0_2 if is_0_2 else trainer_0_3
+    settings = {"compile": True, "cuda_graphs": True, "folder": str(task.log.with_suffix(""))}
+    config = task.config | {"titan": settings | task.config["titan"]}
+    trainer = build(config, Samples(task), load_file(task.weights), paced(task.before_step))
     trainer.train()
-    lines = [
-        json.dumps({"step": step, "loss": sum(loss.item() for loss in parts)})
-        for step, parts in enumerate(trainer.losses, start=1)
-    ]
-    log.write_text("\n".join(lines) + "\n")
+    with task.writing() as write_step:
+        for step, parts in enumerate(trainer.losses, start=1):
+            write_step(step, {"loss": sum(loss.item() for loss in parts)})
     trainer.close()
     torch.distributed.destroy_process_group()
 
@@ -143,26 +124,16 @@ class Samples:
     """The microbatches of a run in meshtrain's order, in the form that torchtitan's trainer
     takes."""
 
-    def __init__(self, config: dict[str, Any], tokens: Path) -> None:
-        vocabulary = model_of(config)[1].vocab_size
-        self.tokens = np.memmap(tokens, smallest_dtype(vocabulary), "r")
-        self.length, self.seed, self.steps = (
-            config["data"]["seq_len"],
-            config["train"]["seed"],
-            config["train"]["steps"],
-        )
-        self.size, self.micro = config["batch"]["global_size"], config["batch"]["micro_size"]
+    def __init__(self, task: Task) -> None:
+        # The trainer, which asks for microbatches ahead, stops between turns itself.
+        self.task = replace(task, before_step=lambda _: None)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        s = self.length
-        for step in range(self.steps):
-            samples = batch_samples(self.seed, step, self.size, (len(self.tokens) - 1) // s)
-            for i in range(0, self.size, self.micro):
-                rows = np.stack(
-                    [self.tokens[j * s : (j + 1) * s + 1] for j in samples[i : i + self.micro]]
-                )
-                both = torch.from_numpy(rows.astype(np.int64))
-                yield self.inputs(both[:, :-1].contiguous()), both[:, 1:].contiguous()
+        micro = self.task.micro_size
+        for _, samples in self.task.steps():
+            for i in range(0, len(samples), micro):
+                inputs, targets = self.task.read(samples[i : i + micro])
+                yield self.inputs(inputs.contiguous()), targets.contiguous()
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input": tokens}

@@ -46,7 +46,7 @@ SAMPLES = 2000  # samples in the token file
 @dataclass(frozen=True)
 class Side:
     name: str
-    # "meshtrain", or a module next to this one with a function `train`, such as "plain_ddp"
+    # "meshtrain", or a module next to this one with a function `train(task)`, such as "plain_ddp"
     kind: str
     layout: Mapping[str, int] = field(default_factory=dict)  # empty: one process
     overrides: tuple[str, ...] = ()  # key.path=value, of workload.yaml

@@ -7,20 +7,12 @@ included, in the most direct way. From meshtrain it uses the plain model except 
 the order of the samples.
 """
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from meshtrain.data.order import batch_samples
-from meshtrain.job.locate import model_file
-from plain_ddp import adamw, read
+from baseline import Task
+from plain_ddp import adamw
 
 
 class PlainExperts(nn.Module):
@@ -33,13 +25,16 @@ class PlainExperts(nn.Module):
         one layer."""
         super().__init__()
         weights = dict(layer.named_parameters())
-        self.gate, self.gate_up, self.down = (
-            weights[name] for name in ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
-        )
-        self.experts_per_token, self.factor, self.terms = experts_per_token, factor, terms
+        self.gate = weights["gate.weight"]
+        self.gate_up = weights["experts.gate_up_proj"]
+        self.down = weights["experts.down_proj"]
+        self.experts_per_token = experts_per_token
+        self.factor = factor
+        self.terms = terms
         # of the loads in the previous step
-        self.shares = torch.full((len(self.gate),), 1 / len(self.gate))
-        self.counts = torch.zeros(len(self.gate))
+        n_experts = len(self.gate)
+        self.shares = torch.full((n_experts,), 1 / n_experts)
+        self.counts = torch.zeros(n_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
@@ -47,19 +42,17 @@ class PlainExperts(nn.Module):
         weights, chosen = scores.topk(self.experts_per_token, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         hits = F.one_hot(chosen, len(self.gate)).permute(2, 1, 0)  # (E, j, n)
-        self.counts += hits.sum((1, 2))
-        self.terms.append(
-            self.factor * len(self.gate) * self.experts_per_token * (scores @ self.shares).sum()
-        )
+        loads = hits.sum((1, 2))
+        self.counts += loads
+        balance = (scores @ self.shares).sum()
+        self.terms.append(self.factor * len(self.gate) * self.experts_per_token * balance)
+
         y = torch.zeros_like(rows)
-        for expert in hits.sum((1, 2)).nonzero().flatten().tolist():
+        for expert in loads.nonzero().flatten().tolist():
             slot, token = hits[expert].nonzero(as_tuple=True)
             gate, up = F.linear(rows[token], self.gate_up[expert]).chunk(2, dim=-1)
-            y.index_add_(
-                0,
-                token,
-                F.linear(F.silu(gate) * up, self.down[expert]) * weights[token, slot, None],
-            )
+            result = F.linear(F.silu(gate) * up, self.down[expert])
+            y.index_add_(0, token, result * weights[token, slot, None])
         return y.view_as(x)
 
     def end_step(self) -> None:
@@ -67,53 +60,31 @@ class PlainExperts(nn.Module):
         self.counts = torch.zeros_like(self.counts)
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Trains, and writes a line with each step's loss; see plain_ddp.py for the arguments."""
-    module = model_file(config["model"]["name"])
-    keys = module.Config(**{key: value for key, value in config["model"].items() if key != "name"})
-    model = module.Model(keys)
-    model.load_state_dict(load_file(weights))
+def train(task: Task) -> None:
+    """Trains in this process; writes each step's loss."""
+    model = task.plain_model()
+    keys = model.config
     terms: list[Tensor] = []
     factor = keys.router_aux_loss_coef / len(model.model.layers)
-    layers = [
-        PlainExperts(layer.mlp, keys.num_experts_per_tok, factor, terms)
-        for layer in model.model.layers
-    ]
-    for layer, experts in zip(model.model.layers, layers, strict=True):
-        layer.mlp = experts
-    optimizer = adamw(model, config["optimizer"]["lr"])
-    data = np.memmap(tokens, np.uint16, "r")
-    s, size, micro = (
-        config["data"]["seq_len"],
-        config["batch"]["global_size"],
-        config["batch"]["micro_size"],
-    )
-    with log.open("w") as lines:
-        for step in range(1, config["train"]["steps"] + 1):
-            before_step(step)
-            samples = batch_samples(config["train"]["seed"], step - 1, size, (len(data) - 1) // s)
+    plain_experts = []
+    for layer in model.model.layers:
+        layer.mlp = PlainExperts(layer.mlp, keys.num_experts_per_tok, factor, terms)
+        plain_experts.append(layer.mlp)
+    optimizer = adamw(model, task.learning_rate)
+    targets_of_step = task.global_size * task.seq_len
+    with task.writing() as write_step:
+        for step, samples in task.steps():
             total = torch.zeros(())
-            for i in range(0, size, micro):
+            for i in range(0, len(samples), task.micro_size):
                 terms.clear()
-                inputs, targets = read(data, samples[i : i + micro], s)
-                loss = F.cross_entropy(
-                    model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
-                ) / (size * s)
-                (loss + sum(terms) / (size * s)).backward()
+                inputs, targets = task.read(samples[i : i + task.micro_size])
+                loss = task.loss(model(inputs), targets)
+                balance = sum(terms) / targets_of_step
+                (loss + balance).backward()
                 total += loss.detach()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            for experts in layers:
+            for experts in plain_experts:
                 experts.end_step()
-            print(
-                json.dumps({"step": step, "loss": total.item(), "grad_norm": norm.item()}),
-                file=lines,
-                flush=True,
-            )
+            write_step(step, {"loss": total.item(), "grad_norm": norm.item()})

@@ -1,8 +1,6 @@
 """The loop of plain_ddp.py by `meshtrain.Run`: the same model, optimizer and samples, on any
 layout."""
 
-import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 import meshtrain
-from meshtrain.job.locate import model_file
+from baseline import Task
 from plain_ddp import adamw
 
 
@@ -39,33 +36,25 @@ def loss_of(model: Any, rows: Tensor) -> tuple[Tensor, int]:
     return F.cross_entropy(logits, targets.flatten(), reduction="sum"), targets.numel()
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """As in plain_ddp.py. `config` also has the section `layout`."""
+def train(task: Task) -> None:
+    """Trains on this rank, over the layout of the config; rank 0 writes each step's loss."""
+    config = task.config
     run = meshtrain.Run(
         config["layout"],
-        global_size=config["batch"]["global_size"],
-        micro_size=config["batch"]["micro_size"],
+        global_size=task.global_size,
+        micro_size=task.micro_size,
         seed=config["train"]["seed"],
         clip_norm=1.0,
-        output=log.with_suffix(""),
+        output=task.log.with_suffix(""),
         every=0,
     )
-    llama = model_file("llama")
-    sizes = {key: value for key, value in config["model"].items() if key != "name"}
-    model = llama.Model(llama.Config(**sizes))
-    model.load_state_dict(load_file(weights))
-    model, optimizer = run.prepare(model, adamw(model, config["optimizer"]["lr"]))
-    rows = Rows(tokens, config["data"]["seq_len"])
-    with log.open("w") if run.job.rank == 0 else nullcontext() as lines:
+    model = task.plain_model()
+    model, optimizer = run.prepare(model, adamw(model, task.learning_rate))
+    rows = Rows(task.tokens, task.seq_len)
+    with task.writing() if run.job.rank == 0 else nullcontext() as write_step:
         for step, batch in run.steps(rows, steps=config["train"]["steps"]):
-            before_step(step)
+            task.before_step(step)
             loss = run.backward(loss_of, batch)
             run.update(optimizer)
-            if lines is not None:
-                print(json.dumps({"step": step, "loss": loss.item()}), file=lines, flush=True)
+            if write_step is not None:
+                write_step(step, {"loss": loss.item()})

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 
+from baseline import Task
 from meshtrain import train as command
 
 
@@ -127,7 +128,8 @@ def main() -> int:
     values = overridden(yaml.safe_load(Path(config).read_text()), overrides)
     # this folder is on sys.path, since this file is run by its path
     script = importlib.import_module(kind)
-    script.train(values, Path(tokens), Path(weights), Path(log), before_step=turns.before_step)
+    task = Task(values, Path(tokens), Path(weights), Path(log), turns.before_step)
+    script.train(task)
     return 0
 
 

@@ -9,18 +9,12 @@ for a step and reduces gradients in the last microbatch.
 From meshtrain it uses the plain model and the order of the samples.
 """
 
-import json
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -35,58 +29,33 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from meshtrain.data.order import batch_samples
-from meshtrain.job.locate import model_file
-from plain_ddp import adamw, read
+from baseline import Task
+from plain_ddp import adamw
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Trains on this rank; rank 0 writes a line with each step's loss.
-
-    Args:
-        config: the parsed YAML; `layout` has `tp` and may have `dp_shard`;
-            `parallel.sequence_parallel` is whether activations between the parallel regions are
-            shards of the sequence.
-        tokens: a file of uint16 tokens.
-        weights: a safetensors file with the initial weights.
-        before_step: called with the number of each step, from 1, before it begins.
-    """
+def train(task: Task) -> None:
+    """Trains on this rank; rank 0 writes each step's loss. The section `layout` has `tp` and may
+    have `dp_shard`; `parallel.sequence_parallel` is whether activations between the parallel
+    regions are shards of the sequence."""
     dist.init_process_group("gloo")
-    dp, tp = config["layout"].get("dp_shard", 1), config["layout"]["tp"]
+    dp = task.config["layout"].get("dp_shard", 1)
+    tp = task.config["layout"]["tp"]
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
-    llama = model_file("llama")
-    model = llama.Model(
-        llama.Config(**{key: value for key, value in config["model"].items() if key != "name"})
-    )
-    model.load_state_dict(load_file(weights))
-    parallelize(model, mesh, config["parallel"]["sequence_parallel"])
-    optimizer = adamw(model, config["optimizer"]["lr"])
-    data = np.memmap(tokens, np.uint16, "r")
-    s, size, micro = (
-        config["data"]["seq_len"],
-        config["batch"]["global_size"],
-        config["batch"]["micro_size"],
-    )
-    place, share = mesh.get_local_rank("dp_shard"), size // dp
-    with log.open("w") if dist.get_rank() == 0 else nullcontext() as lines:
-        for step in range(1, config["train"]["steps"] + 1):
-            before_step(step)
-            samples = batch_samples(config["train"]["seed"], step - 1, size, (len(data) - 1) // s)
-            mine = samples[place * share : (place + 1) * share]
+    model = task.plain_model()
+    parallelize(model, mesh, task.config["parallel"]["sequence_parallel"])
+    optimizer = adamw(model, task.learning_rate)
+    micro = task.micro_size
+    share = task.global_size // dp
+    first = mesh.get_local_rank("dp_shard") * share
+    with task.writing() if dist.get_rank() == 0 else nullcontext() as write_step:
+        for step, samples in task.steps():
+            mine = samples[first : first + share]
             total = torch.zeros(())
             for i in range(0, share, micro):
                 last_microbatch(model, i + micro >= share)
-                inputs, targets = read(data, mine[i : i + micro], s)
+                inputs, targets = task.read(mine[i : i + micro])
                 with loss_parallel():
-                    loss = F.cross_entropy(
-                        model(inputs).flatten(0, 1), targets.flatten(), reduction="sum"
-                    ) / (size * s)
+                    loss: Any = task.loss(model(inputs), targets)  # a DTensor
                     (loss * dp).backward()  # FSDP takes the mean over the ranks of dp_shard
                 total += loss.detach().to_local()
             norm = clip(model, 1.0, mesh)
@@ -94,9 +63,8 @@ def train(
             optimizer.zero_grad()
             if dp > 1:
                 dist.all_reduce(total, group=mesh.get_group("dp_shard"))
-            if lines is not None:
-                row = {"step": step, "loss": total.item(), "grad_norm": norm.item()}
-                print(json.dumps(row), file=lines, flush=True)
+            if write_step is not None:
+                write_step(step, {"loss": total.item(), "grad_norm": norm.item()})
     dist.barrier()
     dist.destroy_process_group()
 

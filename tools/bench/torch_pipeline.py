@@ -8,17 +8,12 @@ the number of targets, so that no gradient is scaled afterwards.
 From meshtrain it uses the plain model, its split into stages, and the order of the samples.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -28,14 +23,14 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from meshtrain.data.order import batch_samples
-from meshtrain.job.locate import model_file
+from baseline import Task
+from harness import model_of
 from meshtrain.modeling.flops import block_flops
 from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.partition import split_blocks
 from meshtrain.pipeline.probe import outline_of
 from meshtrain.pipeline.stage import call_stage, keep_stage
-from plain_ddp import adamw, read
+from plain_ddp import adamw
 
 SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 # two stages a rank
@@ -45,86 +40,65 @@ DOUBLE = {
 }
 
 
-def train(
-    config: dict[str, Any],
-    tokens: Path,
-    weights: Path,
-    log: Path,
-    before_step: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Trains on this rank; the rank of the last stage writes a line with each step's loss.
-
-    Args:
-        config: the parsed YAML; `layout` is `pp`, and `pipeline.schedule` one of SINGLE and DOUBLE.
-        tokens: a file of uint16 tokens.
-        weights: a safetensors file with the initial weights.
-        before_step: called with the number of each step, from 1, before it begins.
-    """
+def train(task: Task) -> None:
+    """Trains on this rank; the rank of the last stage writes each step's loss. The section `layout`
+    is `pp`, and `pipeline.schedule` one of SINGLE and DOUBLE."""
     dist.init_process_group("gloo")
-    s, size, micro = (
-        config["data"]["seq_len"],
-        config["batch"]["global_size"],
-        config["batch"]["micro_size"],
-    )
-    stages = own_stages(config, weights)
+    stages = own_stages(task)
     parameters = nn.ModuleList(stage.submod for stage in stages)
     schedule = scheduled(
-        config["pipeline"]["schedule"],
+        task.config["pipeline"]["schedule"],
         stages,
-        n_microbatches=size // micro,
-        loss_fn=lambda logits, targets: (
-            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (size * s)
-        ),
+        n_microbatches=task.global_size // task.micro_size,
+        loss_fn=task.loss,
         scale_grads=False,
     )
-    optimizer = adamw(parameters, config["optimizer"]["lr"])
-    data = np.memmap(tokens, np.uint16, "r")
-    first, last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
-    with log.open("w") if last else nullcontext() as lines:
-        for step in range(1, config["train"]["steps"] + 1):
-            before_step(step)
-            samples = batch_samples(config["train"]["seed"], step - 1, size, (len(data) - 1) // s)
-            inputs, targets = read(data, samples, s)
+    optimizer = adamw(parameters, task.learning_rate)
+    has_first = any(stage.is_first for stage in stages)
+    has_last = any(stage.is_last for stage in stages)
+    with task.writing() if has_last else nullcontext() as write_step:
+        for step, samples in task.steps():
+            inputs, targets = task.read(samples)
             losses: list[Tensor] = []
             schedule.step(
-                *([inputs] if first else []),
-                target=targets if last else None,
+                *([inputs] if has_first else []),
+                target=targets if has_last else None,
                 losses=losses,
                 return_outputs=False,
             )
             norm = clip(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            if lines is not None:
-                row = {
-                    "step": step,
-                    "loss": torch.stack(losses).sum().item(),
-                    "grad_norm": norm.item(),
-                }
-                print(json.dumps(row), file=lines, flush=True)
+            if write_step is not None:
+                loss = torch.stack(losses).sum()
+                write_step(step, {"loss": loss.item(), "grad_norm": norm.item()})
     dist.barrier()
     dist.destroy_process_group()
 
 
 def scheduled(name: str, stages: Sequence[PipelineStage], **how: Any) -> Any:
     """torch's schedule over the stages of this rank."""
-    return DOUBLE[name](list(stages), **how) if name in DOUBLE else SINGLE[name](stages[0], **how)
+    if name in DOUBLE:
+        return DOUBLE[name](list(stages), **how)
+    return SINGLE[name](stages[0], **how)
 
 
-def own_stages(config: dict[str, Any], weights: Path) -> list[PipelineStage]:
+def own_stages(task: Task) -> list[PipelineStage]:
     """The stages that the schedule assigns to this rank, in model order."""
-    name, rank, ranks = config["pipeline"]["schedule"], dist.get_rank(), dist.get_world_size()
+    name = task.config["pipeline"]["schedule"]
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     each = 2 if name in DOUBLE else 1
-    tokens = torch.zeros(1, config["data"]["seq_len"], dtype=torch.int64)
+    tokens = torch.zeros(1, task.seq_len, dtype=torch.int64)
+    module, config = model_of(task.config)
     with torch.device("meta"):
-        plain = whole_model(config)
+        plain = module.Model(config)
     costs, _ = block_flops(plain, plain.blocks(), (tokens, None, None))
     bounds = split_blocks(costs, ranks, each).bounds
     outline = outline_of(plain, (tokens,))
     stages = []
     for number in own_numbers(name, rank, ranks):
-        model = whole_model(config)
-        model.load_state_dict(load_file(weights))
+        model = task.plain_model()
         first, end = bounds[number]
         keep_stage(model, first, end, outline, device=torch.device("cpu"), dtype=torch.float32)
         stage = OwnStage(model, first)
@@ -138,10 +112,12 @@ class OwnStage(nn.Module):
 
     def __init__(self, model: nn.Module, first: int) -> None:
         super().__init__()
-        self.model, self.first = model, first
+        self.model = model
+        self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens, received = x, None
+        tokens = x
+        received = None
         if self.first > 0:
             tokens = torch.zeros(x.shape[:2], dtype=torch.int64)
             received = Activation(x, (form_of(x),) * (self.first - 1))
@@ -153,14 +129,9 @@ def own_numbers(name: str, rank: int, ranks: int) -> list[int]:
     """The numbers of a rank's stages."""
     if name in SINGLE:
         return [rank]
-    return [rank, 2 * ranks - 1 - rank if name == "zbv" else rank + ranks]
-
-
-def whole_model(config: dict[str, Any]) -> Any:
-    llama = model_file("llama")
-    return llama.Model(
-        llama.Config(**{key: value for key, value in config["model"].items() if key != "name"})
-    )
+    if name == "zbv":
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank, rank + ranks]
 
 
 def clip(model: nn.Module, largest: float) -> Tensor:

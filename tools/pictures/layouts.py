@@ -1,11 +1,11 @@
 """Draws docs/images/layouts.png: the loss of one YAML under several layouts, and its difference to
 that of one process.
 
-    SMALL="train.steps=100 optimizer.lr=1e-3 model.hidden_size=96 model.intermediate_size=256
-    data.seq_len=64" python -m meshtrain.train configs/quickstart.yaml $SMALL layout='{}'
-    train.output=runs/one torchrun --standalone --nproc-per-node=4 -m meshtrain.train
-    configs/quickstart.yaml $SMALL \
-        layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
+    SMALL="train.steps=100 optimizer.lr=1e-3 data.seq_len=64"
+    SMALL="$SMALL model.hidden_size=96 model.intermediate_size=256"
+    TRAIN="-m meshtrain.train configs/quickstart.yaml $SMALL"
+    python $TRAIN layout='{}' train.output=runs/one
+    torchrun --nproc-per-node=4 $TRAIN layout='{pp: 2, tp: 2}' train.output=runs/pp-tp
     python tools/pictures/layouts.py docs/images/layouts.png runs/one runs/pp-tp ...
 
 For each precision, one run must be of one process; the others of that precision are compared with

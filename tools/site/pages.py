@@ -57,8 +57,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     markdown = re.sub(
         r"\[(?:docs/)?([\w-]+)\.md\](?=\()", lambda match: f"[{title(match[1])}]", markdown
     )
-    markdown = markdown.replace("](../README.md", "](index.md")
-    return re.sub(r"\]\(\.\./(?!metrics)([^)]+)\)", rf"]({SOURCE}\1)", markdown)
+    # From a page's folder to the repository's root: ../ for docs/, ../../ for docs/skills/.
+    up = "../" * (page.file.src_uri.count("/") + 1)
+    markdown = markdown.replace(f"]({up}README.md", f"]({up[3:]}index.md")
+    return re.sub(rf"\]\({re.escape(up)}(?!metrics)([^)]+)\)", rf"]({SOURCE}\1)", markdown)
 
 
 def title(name: str) -> str:

@@ -55,6 +55,7 @@ def _problems(key: str, paths: Sequence[HostPath]) -> Iterator[Finding]:
             problem += f"; the nearest folder that is there is {facts.seen}"
         if good:
             problem += f" (it is all right on {names_text(good)})"
+
         if not facts.writes:
             sentence = "path-missing"
         elif good:
@@ -65,13 +66,18 @@ def _problems(key: str, paths: Sequence[HostPath]) -> Iterator[Finding]:
 
 
 def _not_the_same(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
-    contents = Groups.of(
-        {path.name: f"{path.facts.size} bytes, digest {path.facts.digest}" for path in usable}
-    )
+    contents_of = {}
+    for path in usable:
+        contents_of[path.name] = f"{path.facts.size} bytes, digest {path.facts.digest}"
+    contents = Groups.of(contents_of)
+    if not contents.differ:
+        return
+    text = str(contents)
+    # The paths may say why: a host may have another file system mounted there.
     places = Groups.of({path.name: path.facts.path for path in usable})
-    if contents.differ:
-        text = f"{contents} ({places})" if places.differ else str(contents)
-        yield finding("data-differs", contents.minority, key=key, groups=text)
+    if places.differ:
+        text += f" ({places})"
+    yield finding("data-differs", contents.minority, key=key, groups=text)
 
 
 def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
@@ -81,7 +87,9 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> 
         return
     alone = []
     for path in usable:
-        visit = cluster.visits[path.host] if path.host < len(cluster.visits) else None
+        visit = None
+        if path.host < len(cluster.visits):
+            visit = cluster.visits[path.host]
         if visit is None or key in visit.blind:  # it has not looked, or could not
             continue
         files_of_others = [other.facts.token for other in usable if other.host != path.host]
@@ -103,12 +111,15 @@ def _not_shared(cluster: ClusterFacts, key: str, usable: Sequence[HostPath]) -> 
 
 
 def _slow(key: str, usable: Sequence[HostPath]) -> Iterator[Finding]:
-    # Unknown for files that are too small to tell.
-    measured = [path for path in usable if path.facts.mib_per_s is not None]
-    speeds = [path.facts.mib_per_s or 0.0 for path in measured]
-    middle = median_of(speeds)
-    others = f" (the median host: {middle:.0f})" if len(speeds) > 1 else ""
-    for path, speed in zip(measured, speeds, strict=True):
+    measured: list[tuple[HostPath, float]] = []
+    for path in usable:
+        speed = path.facts.mib_per_s
+        if speed is not None:  # None: the file is too small to tell
+            measured.append((path, speed))
+
+    middle = median_of([speed for _, speed in measured])
+    others = f" (the median host: {middle:.0f})" if len(measured) > 1 else ""
+    for path, speed in measured:
         if speed < SLOW_MIB_PER_S or speed < middle / SLOWER:
             sentence = "slow-read/checkpoint" if path.facts.writes else "slow-read"
             yield finding(sentence, path.name, key=key, speed=speed, others=others)

@@ -145,15 +145,16 @@ def _unreachable_headline(lost: Sequence[RankReport]) -> str:
 
 def _gone_headline(lost: Sequence[RankReport], reports: Sequence[RankReport]) -> str:
     ends = {report.end for report in lost[:NAMED]}
-    how = _how_ended(ends.pop() if len(ends) == 1 else None)
+    one_end = ends.pop() if len(ends) == 1 else None
+    how = _how_ended(one_end)
     if len(lost) == 1:
         return f"{lost[0].name} is gone: process {lost[0].pid} was {how}"
 
     lost_ranks = set(ranks_of(lost))
-    alive = {report.host for report in reports if report.rank not in lost_ranks}
-    hosts = dict.fromkeys(report.host for report in lost)
-    empty = [host for host in hosts if host not in alive]
-    all_of = f" (all ranks of host {', '.join(empty)})" if empty else ""
+    hosts_alive = {report.host for report in reports if report.rank not in lost_ranks}
+    hosts_hit = dict.fromkeys(report.host for report in lost)
+    lost_whole = [host for host in hosts_hit if host not in hosts_alive]
+    all_of = f" (all ranks of host {', '.join(lost_whole)})" if lost_whole else ""
     pids = ", ".join(str(report.pid) for report in lost[:NAMED])
     return f"{named(lost)} are gone{all_of}: processes {pids} were {how}"
 

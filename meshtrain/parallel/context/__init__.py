@@ -114,10 +114,8 @@ class ContextParallel:
         self._require_marks(batch, length, padded=self.size * len(own))
 
         documents = record.documents if isinstance(record, AttentionContext) else None
-        if documents is not None:  # padding becomes one more document
-            padding = self.size * len(own) - length
-            one_more = documents.amax(1, keepdim=True) + 1
-            documents = torch.cat([documents, one_more.expand(-1, padding)], dim=1)
+        if documents is not None:
+            documents = _with_padding(documents, self.size * len(own))
         names = {exchanged: group.name for exchanged, group in self.groups.items()}
         context = ShardedContext(
             documents,
@@ -160,6 +158,13 @@ class ContextParallel:
             f"numbers (int64) as targets of each token can say by {IGNORE} which ones are padding: "
             f"use sequences of {padded} tokens, give such targets too, or use cp: 1"
         )
+
+
+def _with_padding(documents: Tensor, length: int) -> Tensor:
+    """(b, s) -> (b, length): padding becomes one more document."""
+    padding = length - documents.shape[1]
+    one_more = documents.amax(1, keepdim=True) + 1
+    return torch.cat([documents, one_more.expand(-1, padding)], dim=1)
 
 
 def visible_spans(documents: Tensor | None, chunks: int) -> Tensor:

@@ -454,13 +454,17 @@ def _context_attention_backward(
     visibility = Visibility(q, v, settings)
     exchange = Exchange(_side_by_side(k, v), settings, visibility)
     widths = [k.shape[-1], v.shape[-1]]
+    # Sums of blocks are in float32 or wider, as in the forward.
     dq = torch.zeros_like(q, dtype=lse.dtype)
-    sinks, bias = settings.sinks, settings.bias
+    sinks = settings.sinks
+    bias = settings.bias
     dbias = None if bias is None else torch.zeros_like(bias, dtype=lse.dtype)
 
-    for chunks, kv in exchange.arrivals():
+    def stage_gradient(chunks: Sequence[int], kv: Tensor) -> Tensor:
+        """The gradient of the keys and values of a stage (b, k, n, e + f); adds to those of the
+        queries and of the bias."""
         keys, values = kv.split(widths, dim=-1)
-        dkv = torch.zeros_like(kv, dtype=lse.dtype)  # (b, k, n, e + f)
+        dkv = torch.zeros_like(kv, dtype=lse.dtype)
         dk, dv = dkv.split(widths, dim=-1)
         for part in visibility.parts(chunks, q.device):
             rows, columns = part.rows, part.columns
@@ -479,9 +483,11 @@ def _context_attention_backward(
             if dbias is not None:
                 assert part.positions is not None
                 dbias[:, :, rows].index_add_(3, _to(q, part.positions), of_bias[0])
-        exchange.return_gradient(dkv)
-        # Not in memory while the next stage's gradients are computed.
-        del kv, keys, values, dkv, dk, dv
+        return dkv
+
+    for chunks, kv in exchange.arrivals():
+        exchange.return_gradient(stage_gradient(chunks, kv))
+        del kv  # not in memory while the next stage's gradients are computed
 
     dkv = exchange.total_gradient()  # (2, b, k, m, e + f)
     dkv = dkv.movedim(0, 2).flatten(2, 3).to(q.dtype)  # (b, k, s, e + f)
@@ -533,13 +539,14 @@ def _gradient_shapes(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
+    out, lse = output
     settings = Settings(*arguments)
     ctx.has = settings.sinks is not None, settings.bias is not None
-    # The tensors among the settings are saved, and the others kept.
+    # Autograd has to save the tensors among the settings; the others are attributes.
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.settings = [None if isinstance(x, Tensor) else x for x in arguments]
-    ctx.save_for_backward(q, k, v, *output, *tensors)
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 

@@ -47,8 +47,8 @@ def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Te
         by_head = x.transpose(0, 1)  # (heads, b, s, e): the dim that is split comes first
         parts = [by_head[own.start : own.stop] for own in of_ranks]
         # Every neighbour sends its positions of the heads that are this rank's.
-        received = [len(of_ranks[axis.index])] * axis.size
-        coming.append(axis.start_all_to_all(parts, received))
+        own_heads = len(of_ranks[axis.index])
+        coming.append(axis.start_all_to_all(parts, [own_heads] * axis.size))
     return [_join_chunks(result, x, axis) for x, result in zip(xs, coming, strict=True)]
 
 
@@ -76,22 +76,26 @@ def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list
     coming = []
     for x, count in zip(xs, heads, strict=True):
         chunks = x.unflatten(2, (2 * u, -1)).transpose(0, 1)  # (its heads, b, 2u, m, e)
-        # which rank has which chunks: see `_join_chunks`
-        parts = [
-            torch.cat([chunks[:, :, rank], chunks[:, :, 2 * u - 1 - rank]], dim=2)
-            for rank in range(u)
-        ]
-        received = [len(own) for own in _heads_of_ranks(heads, count, axis)]
-        coming.append(axis.start_all_to_all(parts, received))
-    return [
-        _join_heads(result, x, count, _heads_of_ranks(heads, count, axis))
-        for x, count, result in zip(xs, heads, coming, strict=True)
-    ]
+        # Which rank has which two chunks: see `_join_chunks`.
+        parts = []
+        for rank in range(u):
+            halves = [chunks[:, :, rank], chunks[:, :, 2 * u - 1 - rank]]
+            parts.append(torch.cat(halves, dim=2))
+        heads_of_ranks = [len(own) for own in _heads_of_ranks(heads, count, axis)]
+        coming.append(axis.start_all_to_all(parts, heads_of_ranks))
+
+    ys = []
+    for x, count, result in zip(xs, heads, coming, strict=True):
+        of_ranks = _heads_of_ranks(heads, count, axis)
+        ys.append(_join_heads(result, x, count, of_ranks))
+    return ys
 
 
 def _join_heads(coming: AsyncResult, x: Tensor, count: int, of_ranks: list[range]) -> Tensor:
+    """What the neighbours have sent of all `count` heads; `of_ranks`: those of each."""
     received = coming.wait()  # from each rank (its heads, b, s, e)
-    if sum(map(len, of_ranks)) == count:
+    each_on_one_rank = sum(len(own) for own in of_ranks) == count
+    if each_on_one_rank:
         y = torch.cat(received)
     else:
         # Several ranks have the same key/value head, so these are gradients of it: their sum, in
@@ -101,7 +105,8 @@ def _join_heads(coming: AsyncResult, x: Tensor, count: int, of_ranks: list[range
         for own, part in zip(of_ranks, received, strict=True):
             y[own.start : own.stop] += part
     # (heads, b, s, e) -> (b, heads, s, e), with heads adjacent in memory as a projection needs them
-    return y.permute(1, 2, 0, 3).contiguous().to(x.dtype).transpose(1, 2)
+    by_token = y.permute(1, 2, 0, 3).contiguous()  # (b, s, heads, e)
+    return by_token.to(x.dtype).transpose(1, 2)
 
 
 def _to_heads_shapes(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:

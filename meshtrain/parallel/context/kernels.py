@@ -268,7 +268,8 @@ def first_correct(
 NOT_ALLOWED = "is not allowed by torch"
 
 # Sizes of a trial: no multiples of any tile of a kernel, and more than one tile.
-QUERIES, KEYS = 39, 72
+QUERIES = 39
+KEYS = 72
 
 
 def _problem(
@@ -280,15 +281,22 @@ def _problem(
     def drawn(heads: int, length: int, width: int) -> Tensor:
         return torch.randn(2, heads, length, width, generator=draw).to(device, dtype)
 
-    grad, q = drawn(4, QUERIES, f), drawn(4, QUERIES, e)
-    keys, values = drawn(2, KEYS, e), drawn(2, KEYS, f)
+    grad = drawn(4, QUERIES, f)
+    q = drawn(4, QUERIES, e)
+    keys = drawn(2, KEYS, e)
+    values = drawn(2, KEYS, f)
     with torch.enable_grad():
         like = _padded(q, _width(kernel, q, values)).clone().requires_grad_()
         if not kernel.allowed(cuda.SDPAParams(like, like, like, None, 0.0, False, False)):
             return NOT_ALLOWED
-    trials = _trials_of_all(kernel, e) if all_visible else _trials_of_documents(kernel, e, device)
+
+    if all_visible:
+        trials = _trials_of_all(kernel, e)
+    else:
+        trials = _trials_of_documents(kernel, e, device)
     for trial in trials:
-        k, v = keys[:, :, : trial.keys], values[:, :, : trial.keys]
+        k = keys[:, :, : trial.keys]
+        v = values[:, :, : trial.keys]
         if not _is_attention(kernel, trial, grad, q, k, v):
             return "computes something else than attention"
     return None
@@ -299,19 +307,23 @@ def _is_attention(
 ) -> bool:
     """Whether output, log-sum-exp and gradients of a block are those of products but for
     rounding."""
-    out, lse = forward_block(q, k, v, trial.written, PRODUCTS)
+    forward = forward_block(q, k, v, trial.written, PRODUCTS)
     # Both get the same in backward. It is only asked for rows that see something in the end.
+    out, lse = forward
     saved = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, 0)
-    expected = out, lse, *backward_block(grad, q, k, v, *saved, trial.written, PRODUCTS)
-    results = (
-        *forward_block(q, k, v, trial.block, kernel),
-        *backward_block(grad, q, k, v, *saved, trial.block, kernel),
-    )
-    # tells wrong results from rounding, also from that of TF32
+    backward = backward_block(grad, q, k, v, *saved, trial.written, PRODUCTS)
+
+    own_forward = forward_block(q, k, v, trial.block, kernel)
+    own_backward = backward_block(grad, q, k, v, *saved, trial.block, kernel)
+
+    # Tells wrong results from rounding, also from that of TF32.
     tolerance = max(4 * torch.finfo(q.dtype).eps, 2**-8)
-    for x, y in zip(results, expected, strict=True):
-        size = max(1.0, float(y.masked_fill(y == -torch.inf, 0).abs().max()))
-        if not torch.allclose(x.to(y.dtype), y, rtol=0, atol=tolerance * size):
+    own = (*own_forward, *own_backward)
+    for result, expected in zip(own, (*forward, *backward), strict=True):
+        finite = expected.masked_fill(expected == -torch.inf, 0)
+        size = max(1.0, float(finite.abs().max()))
+        result = result.to(expected.dtype)
+        if not torch.allclose(result, expected, rtol=0, atol=tolerance * size):
             return False
     return True
 
@@ -323,20 +335,25 @@ class Trial(NamedTuple):
 
 
 def _trials_of_all(kernel: Kernel, e: int) -> list[Trial]:
-    everything, causal = Block(e**-0.5), Block(e**-0.5, causal=True)
+    everything = Block(e**-0.5)
+    causal = Block(e**-0.5, causal=True)
+    causal_keys = KEYS - 1 if kernel.lower_right else QUERIES
     return [
-        Trial(everything, everything, KEYS - 1),
-        Trial(causal, causal, KEYS - 1 if kernel.lower_right else QUERIES),
+        Trial(everything, everything, keys=KEYS - 1),
+        Trial(causal, causal, keys=causal_keys),
     ]
 
 
 def _trials_of_documents(kernel: Kernel, e: int, device: torch.device) -> list[Trial]:
     """Documents that begin in, at and between rows; queries of them, causal with and without a
     window, and of others, some of which see nothing."""
+    # The document of each key, in two rows.
     keys = torch.tensor([[0] * 9 + [1] * 30 + [2] * 33, [3] * 50 + [5] * 22])
+    # Queries at the last positions, which see what is not behind them; and at others.
     before = KEYS - QUERIES
     causal_mask = torch.ones(QUERIES, KEYS, dtype=torch.bool).tril(before)
-    last, others = keys[:, before:], keys[:, :QUERIES] + 1
+    last = keys[:, before:]
+    others = keys[:, :QUERIES] + 1
 
     trials = []
     for queries, causal, window in ((last, True, None), (last, True, 5), (others, False, None)):
@@ -345,11 +362,12 @@ def _trials_of_documents(kernel: Kernel, e: int, device: torch.device) -> list[T
             mask &= causal_mask
         if window is not None:
             mask &= causal_mask.triu(before + 1 - window)
-        written = block = Block(e**-0.5, mask=mask.to(device))
+        masked = Block(e**-0.5, mask=mask.to(device))
+        block = masked
         if kernel.segmented:
             segments = segments_of(queries, keys)
             block = Block(e**-0.5, causal=causal, segments=segments, window=window)
-        trials.append(Trial(block, written, KEYS))
+        trials.append(Trial(block, written=masked, keys=KEYS))
     return trials
 
 
@@ -376,7 +394,8 @@ def _width(kernel: Kernel, q: Tensor, v: Tensor) -> int:
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
 
 
 def _queries_per_head(q: Tensor, k: Tensor, block: Block) -> list[int]:

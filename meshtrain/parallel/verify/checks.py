@@ -220,7 +220,8 @@ def _stages(subject: Subject) -> None:
     assert subject.copy is not None
     assert subject.inputs is not None
     dtype = compute_dtype(subject.options.precision)
-    check_forward(subject.copy(), subject.bounds, subject.inputs, dtype)
+    whole = None if subject.whole is None else subject.whole(subject.inputs)
+    check_forward(subject.copy(), subject.bounds, subject.inputs, dtype, whole)
 
 
 def _idle_adapters(subject: Subject) -> None:
@@ -240,17 +241,28 @@ def _used_outside(subject: Subject) -> ParallelOptions:
     inputs = subject.options.sample or subject.inputs
     assert inputs is not None
     model = subject.copy()
-    blocks, written = blocks_used_outside(model, inputs)
+    found = blocks_used_outside(model, inputs)
     kept_whole = state_parameters(model)
-    written = [name for name in written if model.get_parameter(name) not in kept_whole]
+    written = [name for name in found.written if model.get_parameter(name) not in kept_whole]
     if subject.mesh.uses_fsdp and written:
         # FSDP gathers only a copy.
         raise AgreedError(writes_to_parameter(written[0]))
-    return replace(subject.options, used_outside=blocks)
+    precision = subject.options.precision
+    if is_mixed(precision) and found.in_backward and not subject.mesh.uses_fsdp:
+        raise AgreedError(
+            f"block {found.in_backward[0]} has a backward of the model's own (a "
+            f"torch.autograd.Function), which computes with float32 weights, and with {precision} "
+            "its forward with others: use float32, or dp_shard, which keeps the weights of the "
+            "forward"
+        )
+    return replace(subject.options, used_outside=found.blocks)
 
 
 def _samples(subject: Subject) -> None:
-    compare_samples(_plain(subject), subject.terms)
+    plain = _plain(subject)
+    blocks = {name: subject.model.get_submodule(name) for name in plain.blocks}
+    recomputed = [name for name, block in blocks.items() if _is_recomputed(subject, block)]
+    compare_samples(plain, subject.terms, recomputed)
 
 
 def _documents(subject: Subject) -> None:
@@ -344,13 +356,17 @@ def _attention_calls(subject: Subject) -> None:
     watch_attention(subject.model, attention)
 
 
+def _is_recomputed(subject: Subject, block: nn.Module) -> bool:
+    is_single_layer = next(block.children(), None) is None
+    return subject.runs_again and not is_single_layer
+
+
 def _side_effects(subject: Subject) -> None:
     assert subject.mesh is not None
     again: set[nn.Module] = set()
-    if subject.runs_again:
-        for block in subject.units:
-            if any(True for _ in block.children()):  # a single layer is not recomputed
-                again |= set(block.modules())
+    for block in subject.units:
+        if _is_recomputed(subject, block):
+            again |= set(block.modules())
     refuse_side_effects(subject.model, subject.mesh, again)
 
 

@@ -7,7 +7,7 @@ one of them, rounding may have changed a choice, such as that of a router.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from meshtrain.layout import DATA_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.context import ContextParallel
 from meshtrain.parallel.mixed_precision import master_dtype, random_state
+from meshtrain.parallel.predictions import depths_of
 from meshtrain.parallel.sharding import chunk_range, local_part
 from meshtrain.parallel.tensor_parallel import (
     AXIS,
@@ -156,25 +157,30 @@ def compare_split(plain: Plain, tp: TensorParallel, *, may_fall_back: bool) -> V
 def _split_comparison(plain: Plain, tp: TensorParallel, inputs: Sample) -> Comparison:
     """Of the plain model with the one whose layers are split like this."""
     mesh = tp.mesh
-    size, index = mesh.size(AXIS), mesh.index(AXIS)
+    size = mesh.size(AXIS)
+    index = mesh.index(AXIS)
 
     def rows(n: int) -> list[int]:
+        """Those of n that this rank has."""
         return list(range(n))[chunk_range(n, size, index)]
 
     def compare(training: bool, seed: int) -> Result:
-        whole, split = plain.skeleton(training), plain.skeleton(training)
+        whole = plain.skeleton(training)
+        split = plain.skeleton(training)
         replace_layers(split, tp)
-        kinds = {
-            name: signature(whole.get_submodule(name)) + signature(split.get_submodule(name))
-            for name in plain.blocks
-        }
-        places = {
-            name: local_part(p)[1] for name, p in split.named_parameters() if isinstance(p, DTensor)
-        }
-        summed = {
-            own_parameters(module)[name]
-            for module, name in partial_parameters(split, tp.sequence_parallel)
-        }
+        kinds = {}
+        for name in plain.blocks:
+            # Blocks are of one kind if they are alike before and after the split.
+            before = signature(whole.get_submodule(name))
+            after = signature(split.get_submodule(name))
+            kinds[name] = before + after
+        places = {}
+        for name, p in split.named_parameters():
+            if isinstance(p, DTensor):
+                _, places[name] = local_part(p)
+        summed = set()
+        for module, name in partial_parameters(split, tp.sequence_parallel):
+            summed.add(own_parameters(module)[name])
         reference = Recording(whole, mesh, kinds, places=places, seed=seed)
         compared = Recording(
             split,
@@ -230,8 +236,9 @@ def _context_comparison(
     """Of the model on whole sequences with itself on this rank's parts of them."""
     mesh = plain.mesh
     device, dtype = torch.device(mesh.device_type), master_dtype(plain.precision)
-    whole = _batch_of(inputs).with_context()
+    whole = _batch_of(inputs).looking_ahead(depths_of(plain.model)).with_context()
     part = context.shard(whole).to(device, dtype)
+    whole = whole.to(device, dtype)
     length = whole.targets.shape[1]
 
     def rows(n: int) -> list[int]:
@@ -244,7 +251,7 @@ def _context_comparison(
             # Blocks of one kind call attention in the same places.
             inside = [m.removeprefix(name) for m in modules if f"{m}.".startswith(f"{name}.")]
             kinds[name] = f"{signature(model.get_submodule(name))} {inside}"
-        reference = Recording(model, mesh, kinds, seed=seed)
+        reference = Recording(model, mesh, kinds, seed=seed, ahead=whole.ahead)
         compared = Recording(
             other,
             mesh,
@@ -255,9 +262,10 @@ def _context_comparison(
             sums_shared=True,
             partial=set(other.parameters()),
             seed=seed,
+            ahead=part.ahead,
         )
         with misplaced_calls(other, modules, part.inputs[2]) as misplaced:
-            problem = compared.compare(whole.to(device, dtype).inputs, part.inputs, misplaced)
+            problem = compared.compare(whole.inputs, part.inputs, misplaced)
         return Result(problem, reference.draws)
 
     return compare
@@ -276,7 +284,9 @@ def _batch_of(inputs: Sample) -> Batch:
     return batch.apply(lambda x: x.cpu())
 
 
-def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
+def compare_samples(
+    plain: Plain, terms: Terms = no_terms, recomputed: Collection[str] = ()
+) -> None:
     """Compares a plain model's results for two samples with those of its second forward of them,
     and on several data ranks with those for the same samples in another batch. All ranks call it
     together. A model that cannot be compared is left alone.
@@ -284,6 +294,7 @@ def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
     Args:
         plain: its sample has the samples along the first dim.
         terms: `meshtrain.loss.seen_terms`.
+        recomputed: the blocks whose forward runs again for their backward.
 
     Raises AgreedError: they differ, so that the layout would change the loss.
     """
@@ -300,8 +311,14 @@ def compare_samples(plain: Plain, terms: Terms = no_terms) -> None:
                     f"{problem}. Compute each sample from itself, use one data rank, or leave this "
                     "check out by parallel.verify: false"
                 )
-        problem = _in_training(_again_comparison(plain, two, terms))
+        problem = _in_training(_again_comparison(plain, two, terms, recomputed))
         if problem is not None:
+            if recomputed and _in_training(_again_comparison(plain, two, terms)) is None:
+                raise AgreedError(
+                    "a block that is recomputed would compute something else than before: "
+                    f"{problem}. It changes what it is given, such as a cache of keys and values: "
+                    "use recompute: none, or leave this check out by parallel.verify: false"
+                )
             raise AgreedError(
                 "the model computes something else in a second forward of the same samples: "
                 f"{problem}. Each rank has its own of what it keeps between forwards, and a block "
@@ -348,7 +365,9 @@ def _beside_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
     return compare
 
 
-def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
+def _again_comparison(
+    plain: Plain, two: Sample, terms: Terms, recomputed: Collection[str] = ()
+) -> Comparison:
     """Of two forwards of the same samples."""
 
     def compare(training: bool, seed: int) -> Result:
@@ -356,7 +375,15 @@ def _again_comparison(plain: Plain, two: Sample, terms: Terms) -> Comparison:
         kinds = _kinds(plain, model)
         reference = Recording(model, plain.mesh, kinds, terms=terms, seed=seed)
         # The same copy, with all that the first forward has kept.
-        again = Recording(model, plain.mesh, kinds, reference, terms=terms, seed=seed)
+        again = Recording(
+            model,
+            plain.mesh,
+            kinds,
+            reference,
+            terms=terms,
+            seed=seed,
+            recomputed=recomputed,
+        )
         return _without_draws(again.compare(two, two), reference, training)
 
     return compare

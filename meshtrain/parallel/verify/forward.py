@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshtrain.parallel.linear.lora import has_adapter
+from meshtrain.parallel.predictions import predicting
 from meshtrain.parallel.torch_private import (
     TorchDispatchMode,
     has_hooks,
@@ -67,8 +68,9 @@ def idle_adapters(model: nn.Module, inputs: Sequence[Tensor | None]) -> list[str
         for module in adapted.values()
     ]
     try:
-        with torch.no_grad():
-            model(*(None if x is None else x.to("meta") for x in inputs))
+        on_meta = [None if x is None else x.to("meta") for x in inputs]
+        with torch.no_grad(), predicting(model, on_meta):
+            model(*on_meta)
     except Exception:  # any error of a model that reads values of a tensor
         return []
     finally:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from meshtrain.dropout import Dropout
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.grad_sync import tensors_of
 from meshtrain.parallel.mixed_precision import cast, reseed
+from meshtrain.parallel.predictions import predicting
 from meshtrain.parallel.sharding import Part
 from meshtrain.parallel.sync_batch_norm import SyncBatchNorm
 from meshtrain.parallel.tensor_parallel import AXIS, shard_parameter
@@ -143,6 +145,10 @@ class Recording:
     # it counts in what the block computes with it.
     constants_differ: bool = False
     seed: int = 0  # of the weights
+    ahead: Tensor | None = None  # of parts of sequences: see `predicting`
+    # The blocks whose forward runs a second time with what it was given, as the recomputation of a
+    # block does: the second one counts.
+    recomputed: Collection[str] = ()
 
     # Findings ---------------------------------------------------------------------------------
 
@@ -165,6 +171,7 @@ class Recording:
         for module in self.model.modules():
             if hasattr(module, "dispatch"):
                 self._of_experts.update(module.parameters())
+        self._sees_terms = True
         self._calls: dict[str, int] = {}
         self._outputs: dict[str, tuple[list[Any], Any]] = {}  # outputs of each first call
         self._starts: Named = []  # leaf tensors at which the code between blocks begins
@@ -222,13 +229,20 @@ class Recording:
         blocks = {name: self.model.get_submodule(name) for name in self.kinds}
         inside = {module for block in blocks.values() for module in block.modules()}
         outside = [module for module in self.model.modules() if module not in inside]
+
         forwards = {name: block.forward for name, block in blocks.items()}
         for name, block in blocks.items():
             block.forward = self._isolate(name, block)
-        size = next((len(x) for x in inputs if x is not None), 0)
-        terms = nullcontext() if self.terms is None else self.terms(self._term, size)
+        terms: AbstractContextManager[object] = nullcontext()
+        if self.terms is not None:
+            samples = next((len(x) for x in inputs if x is not None), 0)
+            terms = self.terms(self._term, samples)
         try:
-            with self._fill(outside) as parameters, terms:
+            with (
+                self._fill(outside) as parameters,
+                terms,
+                predicting(self.model, inputs, self.ahead),
+            ):
                 output = self.model(*inputs)
                 ends = self._record("the model's output", tensors_of(output))
                 self._backward("the model", self._starts, self._ends, ends, parameters)
@@ -257,7 +271,10 @@ class Recording:
                 self.first[piece] = self._alike.setdefault(call, piece)
             first = self.first.get(piece, piece)
             if first not in self._outputs:
-                self._outputs[first] = self._run_block(piece, block, forward, inputs, structure)
+                compute = partial(self._call, forward, structure)
+                if name in self.recomputed:
+                    compute = partial(self._call_again, compute)
+                self._outputs[first] = self._run_block(piece, block, compute, inputs)
             outputs, form = self._outputs[first]
             leaves = [_leaf(y) for y in outputs]
             self._starts += _with_names(f"{piece}: output", leaves)
@@ -280,20 +297,40 @@ class Recording:
         return name if count == 1 else f"{name} (call {count})"
 
     def _run_block(
-        self, piece: str, block: nn.Module, forward: Callable, inputs: list[Any], structure: Any
+        self,
+        piece: str,
+        block: nn.Module,
+        compute: Callable[[list[Any]], Any],
+        inputs: list[Any],
     ) -> tuple[list[Any], Any]:
         """A block's forward and backward with weights of its own; its outputs, detached, and their
         structure."""
         leaves = [_leaf(x) for x in inputs]
         with self._fill(block.modules()) as parameters:
-            # Clones, because the block may change them in place.
-            clones = tree_map_only(Tensor, torch.clone, leaves)
-            args, kwargs = tree_unflatten(clones, structure)
-            outputs, form = tree_flatten(forward(*args, **kwargs))
+            outputs, form = tree_flatten(compute(leaves))
             ends = self._record(f"{piece}: output", outputs)
             starts = _with_names(f"{piece}: input", leaves)
             self._backward(piece, starts, ends, [], parameters)
         return [_leaf(y) for y in outputs], form
+
+    def _call(self, forward: Callable, structure: Any, leaves: list[Any]) -> Any:
+        # Clones, because the block may change them in place.
+        clones = tree_map_only(Tensor, torch.clone, leaves)
+        args, kwargs = tree_unflatten(clones, structure)
+        return forward(*args, **kwargs)
+
+    def _call_again(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        self._sees_terms = False
+        first = compute(leaves)
+        self._sees_terms = True
+        try:
+            return compute(leaves)
+        except Exception as error:  # any error of the model's code
+            self.differ(
+                f"{self.piece} fails where its first forward does not: {type(error).__name__}: "
+                f"{error}"
+            )
+            return first
 
     @contextmanager
     def _fill(self, modules: Iterable[nn.Module]) -> Iterator[Values]:
@@ -398,7 +435,8 @@ class Recording:
 
     def _term(self, name: str, values: Tensor) -> None:
         """Compares a term of the loss, or what a module tallies."""
-        self._compare(f"{self.piece}: {self._next_call(name)}", values)
+        if self._sees_terms:
+            self._compare(f"{self.piece}: {self._next_call(name)}", values)
 
     def _sum(self, x: Tensor) -> Tensor:
         if self.reference is not None:
@@ -492,14 +530,15 @@ class _Borrowed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(self._is_empty, tree_leaves((args, kwargs)))):
-            if getattr(func, "__name__", "") == "__get__":  # an attribute, such as `shape`
+        if any(self._is_empty(leaf) for leaf in tree_leaves((args, kwargs))):
+            is_attribute = getattr(func, "__name__", "") == "__get__"  # such as `shape`
+            if is_attribute:
                 value = func(*args, **kwargs)
+                if isinstance(value, torch.device):
+                    return self.device
                 if not isinstance(value, Tensor):
-                    return self.device if isinstance(value, torch.device) else value
-            args, kwargs = tree_map_only(
-                nn.Parameter, lambda x: self.values(x) if self._is_empty(x) else x, (args, kwargs)
-            )
+                    return value
+            args, kwargs = tree_map_only(nn.Parameter, self._with_values, (args, kwargs))
         result = func(*args, **kwargs)
         if isinstance(result, Tensor) and result.is_floating_point() and result.dtype.itemsize < 4:
             self.recording.narrow = True
@@ -508,6 +547,9 @@ class _Borrowed(TorchFunctionMode):
     def _is_empty(self, x: Any) -> bool:
         """Whether x is a parameter of the model, which has no values."""
         return isinstance(x, nn.Parameter) and x in self.recording._names
+
+    def _with_values(self, x: nn.Parameter) -> Tensor:
+        return self.values(x) if self._is_empty(x) else x
 
 
 def _generator_states() -> list[Any]:
@@ -527,12 +569,14 @@ def _difference(x: Tensor, expected: Tensor, least: float = 0.0) -> float:
     if x.numel() == 0:
         return 0.0
     if not (x.is_floating_point() or x.is_complex()):
-        x, expected = x.double(), expected.double()
+        x = x.double()
+        expected = expected.double()
     # Infinities, and NaN in the same places, are equal, and say nothing of the size of values.
     is_same = (x == expected) | (x.isnan() & expected.isnan())
-    difference = torch.where(is_same, 0, (x - expected).abs())
-    size = torch.where(expected.isfinite(), expected.abs(), 0).max()
-    return float((difference / size.clamp(min=max(least, 1e-30))).max())
+    differences = torch.where(is_same, 0, (x - expected).abs())
+    largest = torch.where(expected.isfinite(), expected.abs(), 0).max()
+    size = largest.clamp(min=max(least, 1e-30))
+    return float((differences / size).max())
 
 
 def _sizes(values: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Object storage: the few calls of an fsspec client that uploads need, each with a time limit.
+"""Object storage: the few calls of an fsspec client that a run needs, each with a time limit.
 
 Paths are below the URL. Clients have error types of their own, and any of these may be raised.
 Synchronous clients (of local folders) have no time limit.
@@ -24,9 +24,9 @@ SILENCE_S = 600.0
 class ObjectStorage:
     """A folder in object storage."""
 
-    def __init__(self, url: str) -> None:
-        """Does not connect yet. Raises InputError: not a valid URL, or the package that it needs is
-        not installed."""
+    def __init__(self, url: str, *, key: str) -> None:
+        """Does not connect yet. `key`: of the config, that has the URL. Raises InputError: not a
+        valid URL, or the package that it needs is not installed."""
         from fsspec.core import url_to_fs
 
         options = {}
@@ -36,12 +36,12 @@ class ObjectStorage:
             self._client, self._root = url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             raise InputError(
-                f"checkpoint.upload: {url} needs a package that is not installed ({error}): "
+                f"{key}: {url} needs a package that is not installed ({error}): "
                 "pip install 'meshtrain[s3]', or 'meshtrain[gcs]'"
             ) from error
         except Exception as error:  # each client has error types of its own
             raise InputError(
-                f"checkpoint.upload: {url}: {error}; expected such as s3://bucket/prefix"
+                f"{key}: {url}: {error}; expected such as s3://bucket/prefix"
             ) from error
 
     def path(self, name: str) -> Path:
@@ -66,6 +66,20 @@ class ObjectStorage:
         if self._call("size", path) > most:
             raise DamagedError(Path(path), f"is larger than {bytes_text(most)}")
         return self._call("cat_file", path)
+
+    def size(self, name: str) -> int:
+        """The bytes of a file. Raises FileNotFoundError."""
+        return self._call("size", self._full(name))
+
+    def read_ranges(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes [begin, end) of a file, for several such spans at once."""
+        starts = [begin for begin, _ in spans]
+        ends = [end for _, end in spans]
+        parts = self._call("cat_ranges", [self._full(name)] * len(spans), starts, ends)
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
+        return parts
 
     def write(self, name: str, content: bytes) -> None:
         self._call("pipe_file", self._full(name), content)

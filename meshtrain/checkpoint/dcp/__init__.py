@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): read and written without their processes."""
