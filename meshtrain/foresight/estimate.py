@@ -206,9 +206,12 @@ class Estimates:
                 # affine in 1 / cp, from one rank and two
                 one, two = self._traced(first, few, 1, usual), self._traced(first, few, 2, usual)
                 sketch = _changed(sketch, one, _affine(one, two, 2 * (1 - 1 / cp)))
-            if parallel.recompute != "none" or parallel.regather:
-                changed = self._traced(config, few, 1, usual)
-                sketch = _changed(sketch, self._traced(first, few, 1, usual), changed)
+            for name in ("recompute", "regather"):
+                value = getattr(parallel, name)
+                if value != getattr(first.parallel, name):
+                    other = replace(first, parallel=replace(first.parallel, **{name: value}))
+                    before = self._traced(first, few, 1, usual)
+                    sketch = _changed(sketch, before, self._traced(other, few, 1, usual))
             self._sums[key] = sketch
         return self._sums[key]
 

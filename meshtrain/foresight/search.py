@@ -18,11 +18,12 @@ from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction
-from meshtrain.foresight.space import Candidate, Space, saves_as_much
+from meshtrain.foresight.space import SCHEDULE, STAGES, Candidate, Space, saves_as_much
 
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 MARGIN = 0.05  # relative error of estimated seconds
 
+FEWER = 0.9  # of its estimate a candidate may take so much less than others like it
 UNFIT = 4  # candidates whose memory is predicted, for one that is predicted in full
 
 Place = tuple[float, ...]  # in the order of results
@@ -104,6 +105,9 @@ class Search:
         self.last_shown = NOWHERE
         self.least = math.inf  # least memory of what does not fit
         self.looked = 0
+        # Schedule, stages and recomputation -> the least share of its estimated memory that such a
+        # candidate takes.
+        self.shares: dict[tuple[Any, ...], float] = {}
         self.judged = 0
         self.predicted = 0
         self.is_ranked = False  # whether all candidates have been estimated
@@ -236,10 +240,16 @@ class Search:
 
     def _predict(self, candidate: Candidate, first: _First) -> None:
         first.waiting -= 1
+        most = candidate.estimate.most_memory
+        kind = tuple(candidate.settings[key] for key in (SCHEDULE, STAGES, "parallel.recompute"))
+        if FEWER * self.shares.get(kind, 0.0) * most > self.forecast.memory:
+            self._push_savings(candidate, first)
+            return
         self.judged += 1
         with self._refusals(first):
             candidate.prediction = self.forecast.predict(candidate.apply(self.config))
             total = candidate.prediction.memory.total
+            self.shares[kind] = min(total / most, self.shares.get(kind, math.inf))
             if total > self.forecast.memory:
                 self.least = min(self.least, total)
                 self._push_savings(candidate, first)
