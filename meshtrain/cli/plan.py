@@ -8,16 +8,10 @@ memory.
 import argparse
 import json
 import math
-import os
 import re
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +22,6 @@ from meshtrain.config.schema import DataSection
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text, plural, writing
 from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
-from meshtrain.job.signals import end_with_parent
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.metrics.picture import write_picture
 from meshtrain.optim.lr_schedule import warmup_note
@@ -512,15 +505,15 @@ def _predicted(plan: Plan, networks: "list[Hardware]") -> "tuple[Prediction | No
     """The prediction and lines for people; None and the reason for a model that cannot be traced.
     `networks`: of `read_hardware`."""
     from meshtrain.foresight.draw import memory_of_ranks, step_lines
-    from meshtrain.foresight.model import UntracedError, without_sequence_parts
+    from meshtrain.foresight.model import without_sequence_parts
     from meshtrain.foresight.prediction import Prediction
+    from meshtrain.modeling.kinds import UntracedError
 
     hardware = networks[0] if networks else None
 
     def predicted(config: Config) -> "tuple[Prediction, list[str]]":
-        with processes() as pool:
-            prediction = Prediction(config, hardware, traced=True, pool=pool)
-            return prediction, memory_of_ranks(prediction)
+        prediction = Prediction(config, hardware, exact=True)
+        return prediction, memory_of_ranks(prediction)
 
     try:
         prediction, lines = predicted(plan.config)
@@ -570,37 +563,6 @@ def _draw(plan: Plan, prediction: "Prediction", path: str) -> None:
     write_picture(path, lambda: picture(title, parts, room, step), "plan.png")
 
 
-@contextmanager
-def processes() -> Iterator[ProcessPoolExecutor | None]:
-    """A pool of processes for traces; None if torch could not compute gradients in forked
-    processes, as once a GPU was seen. Raises InputError: a process was killed."""
-    import torch
-
-    can_fork = sys.platform == "linux" and torch.cuda.device_count() == 0
-    count = min(8, len(os.sched_getaffinity(0))) if can_fork else 1
-    if count == 1:
-        yield None
-        return
-    pool = ProcessPoolExecutor(count, get_context("fork"), _begin_process)
-    try:
-        yield pool
-    except BrokenProcessPool:
-        raise InputError(
-            "a process that traces was killed, as the kernel does where memory is short"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin_process() -> None:
-    import torch
-
-    # the parent's thread pool does not exist in a forked process, which would wait for it
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    end_with_parent()
-
-
 def _schedule(arguments: argparse.Namespace) -> None:
     """Draws what changes over the steps of a run."""
     from meshtrain.cli.schedule import courses_of, picture, schedule_json, schedule_text
@@ -634,7 +596,7 @@ def _measured(arguments: argparse.Namespace) -> None:
         print(text, end="")
         return
     run = calibrate.MeasuredRun.load(Path(arguments.against))
-    prediction = Prediction(run.config, start, traced=True)
+    prediction = Prediction(run.config, start, exact=True)
     gib = prediction.memory.total / 2**30
     print(f"{arguments.against} beside what is foreseen of it")
     for line in calibrate.against(run, start, gib, prediction.sent):

@@ -8,13 +8,14 @@ be trusted.
 import argparse
 import json
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshtrain.cli.plan import network_lines, processes, read_hardware, read_hosts
+from meshtrain.cli.plan import network_lines, read_hardware, read_hosts
 from meshtrain.config import Config
 from meshtrain.errors import InputError, any_of, bytes_text, nearest, writing
 from meshtrain.run.rank_table import columns, describe_hosts
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from meshtrain.foresight.space import Candidate
 
 # columns; other keys stand below a row
+LIMIT = 32  # predictions in full
+FIRST_TABLE_S = 3.0  # a search that takes longer shows what it has estimated
+LATE_S = 8.0  # until then all candidates should have been estimated
+PROGRESS_S = 0.5, 10.0  # between two lines of progress: on a terminal, and else
 TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")
 
 
@@ -68,6 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="write the best as a YAML file; a folder: all that are shown",
     )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=LIMIT,
+        metavar="N",
+        help=f"predict at most so many candidates in full ({LIMIT})",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
 
 
@@ -88,11 +100,11 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in keys.varied else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    with processes() as pool:
-        space = Space(config, keys.varied, keys.sizes)
-        judge = forecast(hardware, arguments.max_memory, pool)
-        search = Search(space, judge, arguments.goal)
-        results = search.run(load, arguments.show, hardware.error)
+    space = Space(config, keys.varied, keys.sizes)
+    search = Search(space, forecast(config, hardware, arguments.max_memory), arguments.goal)
+    progress = _Progress(begin)
+    results = search.run(load, arguments.show, hardware.error, arguments.limit, progress)
+    progress.end()
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
     if arguments.write:
@@ -101,13 +113,64 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(search_json(search, results)))
         return
     took = time.monotonic() - begin
-    not_shown = sum(count for count, _ in space.rejected.values())
-    count = f"{len(results) + not_shown:,} candidates for {describe_hosts(space.placed)}"
+    count = f"{space.count:,} candidates for {describe_hosts(space.placed)}"
     print(f"{count}, {search.predicted:,} predicted in full ({took:.1f} s)")
     print(f"seconds{hardware.band}; = as fast as the fastest, within that")
     print(*columns(_rows(search, results, other)), *_rejected(search), sep="\n")
     best = [*keys.overrides, *results[0].overrides(config)]
     print(f"run 1: {' '.join(map(shlex.quote, best))}")
+
+
+class _Progress:
+    """A line on stderr that says how far the search is, and its first table."""
+
+    def __init__(self, begin: float) -> None:
+        self.begin = begin
+        self.is_terminal = sys.stderr.isatty()
+        self.last = begin
+        self.has_table = False
+
+    def __call__(self, search: "Search") -> None:
+        now = time.monotonic()
+        is_late = now - self.begin > LATE_S
+        if (search.is_ranked or is_late) and not self.has_table:
+            self.has_table = True
+            if now - self.begin > FIRST_TABLE_S:
+                self._print_table(search, now)
+        if now - self.last < PROGRESS_S[not self.is_terminal]:
+            return
+        self.last = now
+        line = f"{len(search.firsts):,} candidates"
+        if search.is_ranked:
+            line = f"{search.looked:,} of {line} looked at, {search.predicted:,} predicted"
+        if search.places:
+            line += f", the best so far {search.best:.3g} s"
+        self._print(f"{line} ({now - self.begin:.0f} s)")
+
+    def _print_table(self, search: "Search", now: float) -> None:
+        rows = [["", "layout", "micro", "step", "memory"]]
+        for candidate in search.first_results():
+            sizes = [f"{axis} {n}" for axis, n in candidate.layout.sizes.items() if n > 1]
+            estimate = candidate.estimate
+            micro = str(candidate.settings["batch.micro_size"])
+            least = f"from {bytes_text(estimate.least_memory)}"
+            rows.append(["", ", ".join(sizes), micro, f"~ {estimate.seconds:.3g} s", least])
+        count = f"{len(search.firsts):,} candidates"
+        if not search.is_ranked:
+            count = f"the first {count}"
+        title = f"a first look at {count}, by estimates ({now - self.begin:.1f} s)"
+        self.end()
+        print(title, *columns(rows), sep="\n", file=sys.stderr)
+
+    def _print(self, line: str) -> None:
+        if self.is_terminal:
+            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class Keys(NamedTuple):
@@ -166,7 +229,7 @@ def _rows(
                 schedule if candidate.layout.size("pp") > 1 else "-",
                 f"{step.seconds:.3g} s",
                 f"{100 * step.mfu:.0f} %" if step.mfu else "-",
-                bytes_text(candidate.memory.total),
+                bytes_text(candidate.prediction.memory.total),
             ]
         )
         _, *changes = candidate.overrides(search.config)  # the layout stands above
@@ -202,7 +265,7 @@ def search_json(search: "Search", results: Sequence["Candidate"]) -> dict[str, A
 
 
 def _candidate_json(search: "Search", candidate: "Candidate") -> dict[str, Any]:
-    memory = candidate.memory  # traced, unlike that of the prediction
+    memory = candidate.prediction.memory
     return {
         "overrides": candidate.overrides(search.config),
         "near": candidate.near,

@@ -6,11 +6,11 @@ uncompiled.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,9 +19,17 @@ from torch.utils._pytree import tree_leaves
 from meshtrain.config import Config
 from meshtrain.errors import InputError
 from meshtrain.foresight.fusion import Dataflow
-from meshtrain.foresight.live import WITHOUT_SHAPES, is_view, watched
-from meshtrain.foresight.memory import short_schedule
-from meshtrain.foresight.model import alike, repeated, untraced_errors
+from meshtrain.foresight.live import (
+    WITHOUT_SHAPES,
+    LiveBytes,
+    is_view,
+    makes_weight_grad,
+    watched,
+)
+from meshtrain.foresight.memory import GRADIENTS
+from meshtrain.foresight.model import alike, untraced_errors
+from meshtrain.foresight.parameters import compute_size
+from meshtrain.foresight.schedules import short_schedule
 from meshtrain.foresight.trace import (
     META,
     TracedStep,
@@ -29,15 +37,24 @@ from meshtrain.foresight.trace import (
     prepared_batch,
     routed_rows,
 )
-from meshtrain.foresight.work import Parameter, Pass, Product, Send, Work
+from meshtrain.foresight.work import (
+    BlockMemory,
+    Live,
+    Parameter,
+    Pass,
+    Product,
+    Send,
+    Work,
+)
 from meshtrain.layout import Layout
 from meshtrain.mesh import CommBytes, Mesh
+from meshtrain.modeling.kinds import repeated
 from meshtrain.parallel.collectives import axis_group, implementations
 from meshtrain.parallel.linear import ProductsLayer, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
-from meshtrain.pipeline.stage import blocks_of
+from meshtrain.pipeline.stage import blocks_of, first_argument, first_input
 
 # axes over which blocks send; FSDP and DDP are counted apart
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")
@@ -74,25 +91,6 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     return known[more_samples]
 
 
-def count_works(configs: Iterable[Config], pool: Executor | None) -> None:
-    """Fills the cache of `works_of` for many configs, in the processes of a pool."""
-    unknown: dict[tuple[Any, ...], tuple[Config, Layout]] = {}
-    for config in configs:
-        if config.resolved is not None:
-            key = _key(config, config.resolved)
-            if key not in _known:
-                unknown[key] = config, config.resolved
-    if not unknown:
-        return
-    # The first one in this process, so that forked ones have its imports.
-    first, *others = unknown
-    _known[first] = _counted(*unknown[first]), {}
-    if pool is not None and others:
-        counted = pool.map(_counted, *zip(*(unknown[key] for key in others), strict=True))
-        for key, pairs in zip(others, counted, strict=True):
-            _known[key] = pairs, {}
-
-
 def _splits_backward(config: Config, layout: Layout) -> bool:
     """Whether the schedule computes weight gradients apart from input gradients."""
     ranks = layout.size("pp")
@@ -104,20 +102,28 @@ def _splits_backward(config: Config, layout: Layout) -> bool:
 
 def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
     """All that the works depend on, except for the number of samples."""
-    model, data, parallel, train = config.model, config.data, config.parallel, config.train
     # A queue of weight gradients needs our linear layers, where torch's may do otherwise.
     has_queue = _splits_backward(config, layout)
-    has_own_layers = layout.experts > 1 or parallel.recompute == "full"
+    has_own_layers = layout.experts > 1 or config.parallel.recompute == "full"
+    return (
+        *_graph_key(config, layout),
+        layout.size("cp"),
+        layout.experts,
+        layout.context_heads,
+        config.parallel.context,
+        has_queue and has_own_layers,
+    )
+
+
+def _graph_key(config: Config, layout: Layout) -> tuple[Any, ...]:
+    """What decides which graphs the compiler makes of a block, except for the sizes in them."""
+    model, data, parallel, train = config.model, config.data, config.parallel, config.train
     return (
         model.name,
         repr(model.keys),
         data.seq_len,
         data.mask_documents,
-        layout.size("cp"),
         layout.size("tp"),
-        layout.experts,
-        layout.context_heads,
-        parallel.context,
         parallel.recompute,
         parallel.regather,
         parallel.sequence_parallel,
@@ -125,12 +131,29 @@ def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
         train.linear_precision,
         train.freeze,
         train.lora,
-        has_queue and has_own_layers,
     )
 
 
 def _counted(config: Config, layout: Layout) -> Pairs | InputError:
-    """Work of each block that is not like an earlier one, traced on as few ranks as possible."""
+    """Work of each block that is not like an earlier one, with one sample and with two."""
+    try:
+        of_one, of_two = _traced(config, layout, samples=(1, 2))
+    except InputError as error:
+        return error
+    return {i: (of_one[i], of_two[i]) for i in of_one}
+
+
+def _traced(
+    config: Config,
+    layout: Layout,
+    samples: Sequence[int],
+    *,
+    compiles: bool = False,
+    puts_off: bool = False,
+) -> list[dict[int, Work]]:
+    """Works of the blocks that are not like an earlier one, for each number of samples, traced on
+    as few ranks as possible. `puts_off`: of a backward without weight gradients. Raises
+    InputError."""
     skipped = repeated(alike(config))
     splits_backward = _splits_backward(config, layout)
     cp, tp = layout.size("cp"), layout.size("tp")
@@ -140,29 +163,124 @@ def _counted(config: Config, layout: Layout) -> Pairs | InputError:
         config,
         layout=few.sizes,
         resolved=few,
-        parallel=replace(config.parallel, compile=False),
+        parallel=replace(config.parallel, compile=compiles),
     )
     of_samples = [
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * for_experts))
-        for n in (1, 2)
+        for n in samples
     ]
-    try:
-        with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
-            step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
-            if splits_backward:
-                _put_off_weight_grads(step.model)
-            of_one, of_two = step.works(of_samples)
-    except InputError as error:
-        return error
-    pairs = enumerate(zip(of_one, of_two, strict=True))
-    return {i: pair for i, pair in pairs if i not in skipped}
+    with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
+        step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
+        queue = WeightGradQueue()
+        if splits_backward:
+            _put_off_weight_grads(step.model, queue)
+        works = step.works(of_samples, puts_off=queue if puts_off else None)
+    return [{i: work for i, work in enumerate(own) if i not in skipped} for own in works]
 
 
-def _put_off_weight_grads(model: nn.Module) -> None:
+# Weight gradients that are computed later ---------------------------------------------------------
+
+# Cache: `_graph_key` -> kind of blocks -> bytes for a sample on one rank of `cp`.
+_left: dict[tuple[Any, ...], dict[int, float]] = {}
+
+
+def deferring_works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
+    """`works_of` of a schedule that computes weight gradients later, with what blocks leave for
+    these when their backward is done."""
+    works = works_of(config, layout)
+    first = alike(config)
+    key = _graph_key(config, layout)
+    if key not in _left:
+        [traced] = _traced(config, layout, [1], puts_off=True)
+        parts = layout.size("cp")
+        _left[key] = {i: work.memory.left * parts for i, work in traced.items()}
+    share = config.batch.micro_size / layout.size("cp")
+    deferring = {}
+    for i, left in _left[key].items():
+        memory = replace(works[i].memory, left=share * left)
+        deferring[i] = replace(works[i], memory=memory)
+    return tuple(deferring[i] for i in first)
+
+
+# Compiled blocks ----------------------------------------------------------------------------------
+
+
+# Cache: `_key` and samples -> memory of each kind of blocks, compiled.
+_compiled: dict[tuple[Any, ...], dict[int, BlockMemory]] = {}
+
+
+def compiled_works_of(config: Config, layout: Layout, exact: bool = True) -> tuple[Work, ...]:
+    """`works_of` with the memory of compiled blocks, which the compiler's graphs decide.
+
+    Graphs take seconds. Without `exact` they are those of one rank and one sample, on which the
+    share that compiled blocks take of the memory of uncompiled ones hardly depends.
+    """
+    works = works_of(config, layout)
+    first = alike(config)
+    if exact:
+        memory = _compiled_memory(config, layout)
+    else:
+        element = compute_size(config.train.precision)
+        few = _few_ranks(layout)
+        single = _of_one_sample(config, few)
+        known, compiled = works_of(single, few), _compiled_memory(single, few)
+        memory = {
+            i: _shared(works[i].memory, known[i].memory, compiled[i], element) for i in compiled
+        }
+    changed = {i: replace(works[i], memory=memory[i]) for i in memory}
+    return tuple(changed[i] for i in first)
+
+
+def _compiled_memory(config: Config, layout: Layout) -> dict[int, BlockMemory]:
+    key = _key(config, layout), config.batch.micro_size
+    if key not in _compiled:
+        [traced] = _traced(config, layout, [config.batch.micro_size], compiles=True)
+        _compiled[key] = {i: work.memory for i, work in traced.items()}
+    return _compiled[key]
+
+
+def _few_ranks(layout: Layout) -> Layout:
+    """One rank, or two over which experts are dealt out."""
+    ranks = min(layout.experts, 2)
+    return Layout({"dp_shard": ranks}).with_experts(ranks)
+
+
+def _of_one_sample(config: Config, layout: Layout) -> Config:
+    return replace(
+        config,
+        layout=layout.sizes,
+        resolved=layout,
+        batch=replace(config.batch, micro_size=1),
+        parallel=replace(config.parallel, regather=False),
+    )
+
+
+def _shared(
+    memory: BlockMemory, known: BlockMemory, compiled: BlockMemory, element: int
+) -> BlockMemory:
+    """Memory of a block that changes by compiling like a known one. `element`: bytes of an element
+    of a weight gradient."""
+
+    def share(part: Callable[[BlockMemory], float]) -> float:
+        return part(memory) * part(compiled) / part(known) if part(known) else part(memory)
+
+    def backward(of: BlockMemory) -> float:
+        # A graph returns all gradients of weights together.
+        return max(live.activations + element * live.made for live in of.backward)
+
+    return replace(
+        memory,
+        saved=share(lambda of: of.saved),
+        forward=share(lambda of: of.forward),
+        backward=(Live(share(backward)),),
+    )
+
+
+def _put_off_weight_grads(model: nn.Module, queue: WeightGradQueue) -> None:
     """Gives linear layers a queue of weight gradients, as the pipeline does."""
     layers = [module for module in model.modules() if isinstance(module, ProductsLayer)]
     products = [layer.products for layer in layers]
-    use_products(model, queue=WeightGradQueue())
+    use_products(model, queue=queue)
     for layer, own in zip(layers, products, strict=True):
         layer.products = own  # those of float8 stay
 
@@ -196,7 +314,7 @@ class _UnshardedMesh(Mesh):
 
 def _extrapolated(of_one: Any, of_two: Any, more: int) -> Any:
     """The value for `1 + more` samples, from the same value for one sample and for two."""
-    if isinstance(of_one, Work | Pass | Product | Send):
+    if isinstance(of_one, Work | Pass | Product | Send | BlockMemory | Live):
         changed = {
             name: _extrapolated(value, getattr(of_two, name), more)
             for name, value in vars(of_one).items()
@@ -280,29 +398,59 @@ def _together(sends: Iterable[Send]) -> tuple[Send, ...]:
 
 @dataclass
 class LiveSizes:
-    """Live bytes around one block."""
+    """Live bytes around one block. Weight gradients are counted apart: what becomes of them, FSDP
+    and DDP decide."""
 
-    before: float = 0  # its forward
-    input: float = 0
-    peak: float = 0  # of its forward
-    after: float = 0  # its forward
-    output: float = 0
-    backward_start: float | None = None
-    backward_peak: float = 0  # beyond `backward_start`
+    level: float = 0  # of activations before its forward, without its input
+    gradients: float = 0  # alive before its forward
+    forward: float = 0
+    saved: float = 0
+    sums: float = 0
+    backward: list[Live] = field(default_factory=lambda: [Live(0)])
+    left: float = 0  # of activations when its backward is done, its input's gradient not counted
 
-    @property
-    def saved(self) -> float:
-        """What its forward leaves for its backward, its input included."""
-        return self.after - self.before - self.output + self.input
+    def enter(self, live: LiveBytes, input_bytes: float) -> None:
+        self.gradients = live.sizes[GRADIENTS]
+        self.level = live.total - self.gradients - input_bytes
+        self.forward = input_bytes
 
-    def look(self, total: float, in_forward: bool) -> None:
+    def leave(self, live: LiveBytes, output_bytes: float) -> None:
+        self.sums = live.sizes[GRADIENTS] - self.gradients
+        self.saved = self._activations(live) - output_bytes
+
+    def look(self, live: LiveBytes, in_forward: bool) -> None:
         """Takes the live bytes after an operator of the block."""
         if in_forward:
-            self.peak = max(self.peak, total)
+            beside = live.sizes[GRADIENTS] - self.gradients
+            self.forward = max(self.forward, self._activations(live) + beside)
             return
-        if self.backward_start is None:
-            self.backward_start = total
-        self.backward_peak = max(self.backward_peak, total - self.backward_start)
+        activations = self._activations(live)
+        temporary = live.sizes[GRADIENTS] - self.gradients
+        now = self.backward[-1]
+        self.backward[-1] = replace(
+            now,
+            activations=max(now.activations, activations),
+            temporary=max(now.temporary, temporary),
+        )
+
+    def made(self, elements: int) -> None:
+        """Notes a weight gradient that the backward has just made."""
+        now = replace(self.backward[-1], made=self.backward[-1].made + elements)
+        self.backward[-1] = now
+        self.backward.append(Live(0, made=now.made))
+
+    def leave_backward(self, live: LiveBytes, grad: Tensor) -> None:
+        self.left = self._activations(live) - _nbytes(grad)
+
+    def _activations(self, live: LiveBytes) -> float:
+        return live.total - live.sizes[GRADIENTS] - self.level
+
+    def memory(self) -> BlockMemory:
+        return BlockMemory(self.saved, self.forward, tuple(self.backward), self.sums)
+
+
+class _CountedError(Exception):
+    """All microbatches have been counted."""
 
 
 @dataclass
@@ -325,15 +473,19 @@ class CountedStep(TracedStep):
     under_way: list["_UnderWay"]  # messages that nobody has waited for, the oldest first
     sizes: dict[str, LiveSizes]  # block -> live bytes around it
 
-    def works(self, configs: Sequence[Config]) -> list[tuple[Work, ...]]:
+    def works(
+        self, configs: Sequence[Config], puts_off: WeightGradQueue | None = None
+    ) -> list[tuple[Work, ...]]:
         """Works of all blocks, for one microbatch of each config. What runs outside of blocks
-        counts with the last."""
+        counts with the last. `puts_off`: where layers leave all weight gradients, and what these
+        need stays."""
         blocks = list(blocks_of(self.model))
-        names = {block: name for name, block in self.model.named_modules() if block in set(blocks)}
+        name_of = {module: name for name, module in self.model.named_modules()}
+        names = {block: name_of[block] for block in blocks}
         self.last = names[blocks[-1]]
         self.recomputes = configs[0].parallel.recompute != "none"
-        for block in blocks:
-            block.forward = self._sized(names[block], block.forward)
+        for block, name in names.items():
+            block.forward = self._sized(name, block.forward)
         assert isinstance(self.mesh.comm_bytes, _SentBytes)
         self.mesh.comm_bytes.listener = self._send
         for axis in SENT_OVER:
@@ -341,27 +493,53 @@ class CountedStep(TracedStep):
                 group = axis_group(self.mesh, axis)
                 group.measured_wait = partial(self._waiting, group.axis)
 
+        # The first microbatch creates lasting state, such as gradients. The last would also sum
+        # them over ranks, which is no work of the blocks: the step ends before it.
+        configs = [configs[0], *configs, configs[0]]
+        batches = [prepared_batch(config, self.mesh) for config in configs]
         works: list[tuple[Work, ...]] = []
-        with watched(self.live), around_weight_grads(self._in_weight_grad):
+        begun = 0
+
+        def begin(*unused: Any) -> None:
+            nonlocal begun
+            if begun > 0:
+                works.append(self._works(names))
+                self.live.watch = self._count
+            if begun == len(batches) - 1:
+                raise _CountedError
+            self._begin_microbatch(routed_rows(configs[0], batches[begun], self.mesh))
+            begun += 1
+
+        self.model.register_forward_pre_hook(begin)
+        with (
+            watched(self.live),
+            around_weight_grads(self._in_weight_grad),
+            nullcontext() if puts_off is None else puts_off.record(),
+        ):
             for parameter in self.model.parameters():
                 self.live.see(to_local(parameter.detach()))
-            self._run_microbatch(configs[0])  # creates lasting state, and is not counted
-            for config in configs:
-                self._run_microbatch(config)
-                works.append(tuple(self._work(block, names[block]) for block in blocks))
-        return works
+            with suppress(_CountedError):
+                self.trainer.forward_backward(1, batches)
+        return works[1:]
 
-    def _run_microbatch(self, config: Config) -> None:
-        batch = prepared_batch(config, self.mesh)
-        self.live.rows = routed_rows(config, batch, self.mesh)
+    def _begin_microbatch(self, rows: int) -> None:
+        self.live.rows = rows
         self.tallies = defaultdict(Tally)
         self.under_way = []
         self.sizes = defaultdict(LiveSizes)
-        self.live.watch = self._count
         self.live.block = ""
-        self.trainer.forward_backward(1, [batch])
 
-    def _work(self, block: nn.Module, name: str) -> Work:
+    def _works(self, names: Mapping[nn.Module, str]) -> tuple[Work, ...]:
+        left = [self.sizes[name].left for name in names.values()]
+        works = []
+        # When the backward of a block is done, there is what it and those behind it have left.
+        for (block, name), (here, behind) in zip(
+            names.items(), pairwise([*left, 0.0]), strict=True
+        ):
+            works.append(self._work(block, name, left=max(here - behind, 0.0)))
+        return tuple(works)
+
+    def _work(self, block: nn.Module, name: str, left: float) -> Work:
         sizes = self.sizes[name]
         whole = state_parameters(block)
         named = block.named_parameters(prefix=name)
@@ -377,21 +555,22 @@ class CountedStep(TracedStep):
             forward=forward,
             input_grad=input_grad,
             weight_grad=weight_grad,
-            saved=sizes.saved,
-            peak_forward=sizes.peak - sizes.before,
-            peak_backward=sizes.backward_peak,
+            memory=replace(sizes.memory(), left=left),
         )
 
     def _sized(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward that notes the live bytes around it."""
+        first = first_argument(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            sizes, live = self.sizes[name], self.live
-            sizes.before = sizes.peak = live.total
-            sizes.input = _nbytes((args, kwargs))
+            sizes = self.sizes[name]
+            inputs = first_input(first, args, kwargs)
+            sizes.enter(self.live, _nbytes(inputs))
+            for tensor in tree_leaves(inputs):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(sizes.leave_backward, self.live))
             output = forward(*args, **kwargs)
-            sizes.after = live.total
-            sizes.output = _nbytes(output)
+            sizes.leave(self.live, _nbytes(output))
             # A view is a tensor of its own: the next block hooks its input's gradient.
             return output if name == self.last else output.view_as(output)
 
@@ -399,12 +578,15 @@ class CountedStep(TracedStep):
 
     @contextmanager
     def _in_weight_grad(self) -> Iterator[None]:
-        before = self.live.phase
-        self.live.phase = WEIGHT_GRAD
+        live = self.live
+        phase, part = live.phase, live.part
+        live.part = GRADIENTS
+        if phase == BACKWARD:  # a head that computes the loss makes its own in the forward
+            live.phase = WEIGHT_GRAD
         try:
             yield
         finally:
-            self.live.phase = before
+            live.phase, live.part = phase, part
 
     def _compiles(self, block: nn.Module) -> bool:
         """Whether the block can be compiled: experts run between graphs, which cannot be recomputed
@@ -462,7 +644,9 @@ class CountedStep(TracedStep):
         tally.dataflow.add(func, args, out, is_fused, moved)
         if self.live.block:
             sizes = self.sizes[self.live.block]
-            sizes.look(self.live.total, in_forward=self._pass() == FORWARD)
+            sizes.look(self.live, in_forward=self._pass() == FORWARD)
+            if makes_weight_grad(func) or (self._pass() == WEIGHT_GRAD and product is not None):
+                sizes.made(out.numel())
 
 
 def _before_fsdp(name: str, parameter: nn.Parameter, is_state: bool) -> Parameter:

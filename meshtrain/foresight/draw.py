@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from meshtrain.foresight.prediction import Prediction
     from meshtrain.foresight.steptime import StepTime
 
-HOW_EXTENDED = (
-    "from traces with fewer blocks, microbatches and pipeline ranks, along straight lines"
-)
+HOW = {
+    "traced": "every operator of its step was counted",
+    "by blocks": "each kind of block was traced, and the step follows from them",
+}
 WIDTH = 32  # characters of the longest bar
 LITTLE = 0.001  # share of a peak that nobody need see
 COLOURS = (
@@ -71,9 +72,8 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     if savings:
         lines.append(f"  would save: {'; '.join(savings)}")
 
-    how = "every operator of its step was counted" if memory.source == "traced" else HOW_EXTENDED
     blocks = "compiled" if memory.compiled else "not compiled"
-    lines.append(f"  {memory.source}: {how}; blocks are {blocks}")
+    lines.append(f"  {memory.source}: {HOW[memory.source]}; blocks are {blocks}")
     return lines
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshtrain.foresight.memory import GRADIENTS
 from meshtrain.foresight.torch_patches import resizes_seen
 from meshtrain.parallel.collectives import implementations
 from meshtrain.parallel.torch_private import nothing_hidden
@@ -24,11 +25,11 @@ WITHOUT_SHAPES = {
 
 
 class Peak(NamedTuple):
-    """The most live bytes in one moment of a step: a phase of it at a place in the model."""
+    """The moment of a step with the most live bytes."""
 
-    nbytes: int
-    operators: int  # how many have run until then
-    words: str  # for people
+    nbytes: int = 0
+    operators: int = 0  # how many have run until then
+    words: str = ""  # for people
 
 
 class _Storage(NamedTuple):
@@ -43,24 +44,24 @@ class LiveBytes(TorchDispatchMode):
     """Adds up the storages alive on a device after every operator, each at its current size (FSDP
     resizes them).
 
-    Whoever runs the step sets where it is: `part`, `phase`, `block` and `place`.
+    Whoever runs the step sets where it is: `part`, `phase` and `block`.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
         self.device_type = device_type
         self.total = 0
+        self.sizes: Counter[str] = Counter()  # part for which storages were made -> alive
         self.count = 0  # of operators
         self.rows = 0  # token rows that this rank sends to experts
         self.part = "other"  # the part of memory to which new storages are attributed
         self.phase = ""  # of the step
         self.block = ""  # name of the block
-        self.place = ""  # of the block in its stage
-        self.peaks: dict[str, Peak] = {}  # moment -> its peak
+        self.peak = Peak()
         # called with every operator: its function, arguments and results
         self.watch: Callable[[Any, Any, Any], None] | None = None
-        # operator count -> what is called after that operator
-        self.actions: dict[int, Callable[[], None]] = {}
+        # an operator's number, and what is called after it
+        self.then: tuple[int, Callable[[], None]] | None = None
         self._alive: dict[int, _Storage] = {}
 
     @classmethod
@@ -81,7 +82,11 @@ class LiveBytes(TorchDispatchMode):
     def ran(self, func: Any, args: Any, out: Any) -> None:
         """Counts one operator that has run."""
         self._see_all(args)
+        part = self.part
+        if makes_weight_grad(func):
+            self.part = GRADIENTS
         self._see_all(out)
+        self.part = part
         if self.watch is not None:
             self.watch(func, args, out)
         self.look(func.__name__)
@@ -120,28 +125,33 @@ class LiveBytes(TorchDispatchMode):
         if key not in self._alive:
             reference = weakref.ref(storage, lambda _: self._freed(key))
             self._alive[key] = _Storage(reference, storage.nbytes(), self.part)
-            self.total += storage.nbytes()
+            self._add(self.part, storage.nbytes())
 
     def _freed(self, key: int) -> None:
-        self.total -= self._alive.pop(key).nbytes
+        freed = self._alive.pop(key)
+        self._add(freed.part, -freed.nbytes)
+
+    def _add(self, part: str, nbytes: int) -> None:
+        self.total += nbytes
+        self.sizes[part] += nbytes
 
     def look(self, operator: str) -> None:
-        """Updates the peak of the current moment, and calls this operator's action."""
+        """Updates the peak. Between phases the host computes with tensors of its own, and those of
+        the step before are still alive: that is no part of the step."""
         self.count += 1
-        moment = f"{self.phase} {self.place}"
-        if moment not in self.peaks or self.total > self.peaks[moment].nbytes:
+        if self.phase and self.total > self.peak.nbytes:
             words = f"{self.phase}, {operator.split('.')[0]}"
             if self.block:
                 words += f" of {self.block}"
-            self.peaks[moment] = Peak(self.total, self.count, words)
-        if self.count in self.actions:
-            self.actions[self.count]()
+            self.peak = Peak(self.total, self.count, words)
+        if self.then is not None and self.count == self.then[0]:
+            self.then[1]()
 
     def resized(self, storage: Any) -> None:
         """Counts a storage's new size: FSDP frees and refills gathered parameters by resizing."""
         known = self._alive.get(storage._cdata)
         if known is not None:
-            self.total += storage.nbytes() - known.nbytes
+            self._add(known.part, storage.nbytes() - known.nbytes)
             self._alive[storage._cdata] = known._replace(nbytes=storage.nbytes())
             self.look("gather")
 
@@ -160,6 +170,12 @@ def watched(live: LiveBytes) -> Iterator[None]:
     dispatch modes."""
     with resizes_seen(live.resized), nothing_hidden(), live:
         yield
+
+
+def makes_weight_grad(operator: Any) -> bool:
+    """Whether the operator's result is the gradient of an embedding's weight, which no layer of
+    meshtrain's computes."""
+    return operator.name() == "aten::embedding_dense_backward"
 
 
 def is_view(operator: Any) -> bool:

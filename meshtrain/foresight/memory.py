@@ -1,17 +1,17 @@
-"""Memory of a rank: a record of it by part, and an estimate by arithmetic over the work of its
-blocks, as precise as a search needs it."""
+"""Memory of a rank: a record of it by part, and the peak of a step by arithmetic over the work of
+its blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from itertools import accumulate
 
 from meshtrain.config import Config
 from meshtrain.foresight.parameters import HeldBytes, compute_size, held_bytes, master_size
-from meshtrain.foresight.work import Work, of_each, over_shards, shard_counts
+from meshtrain.foresight.schedules import Held, HeldOfRank, held_by_ranks
+from meshtrain.foresight.units import Units
+from meshtrain.foresight.work import Live, Work, of_each, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.pipeline.actions import Schedule
-from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
-from meshtrain.pipeline.simulate import simulate
 
 TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
 
@@ -32,8 +32,8 @@ class RankMemory:
     moment: str
     pp: int = 0  # index of the rank on that axis
     compiled: bool = False  # whether the blocks are compiled
-    # extended: from traces of fewer blocks, microbatches and stages; estimated: by arithmetic
-    source: str = "traced"
+    # by blocks: arithmetic over what each takes; traced: every operator of the step was counted
+    source: str = "by blocks"
 
     @property
     def total(self) -> float:
@@ -49,61 +49,197 @@ class RankMemory:
         return "fits"
 
 
-def estimate(
+def of_ranks(
     config: Config,
     layout: Layout,
     works: Sequence[Work],
     schedule: Schedule | None,
     bounds: Sequence[tuple[int, int]],
-) -> RankMemory:
-    """Memory of the fullest rank of the pipeline. `bounds`: the range of blocks [first, end) of
-    each stage."""
+    microbatches: int,
+    handed_on: float = 0,
+) -> list[RankMemory]:
+    """Memory of each rank of the pipeline. `bounds`: the range of blocks [first, end) of each
+    stage; `handed_on`: bytes that it sends to the next one per microbatch."""
     if schedule is None:
-        return _estimate_rank(config, layout, works, in_flight=1)
+        return [_Rank(config, layout, [works]).memory((Held(1),), microbatches)]
     ranks = []
-    for rank, held in enumerate(held_forwards(schedule)):
-        stages = schedule.stages_of(rank)
-        own = [work for stage in stages for work in works[slice(*bounds[stage])]]
-        memory = _estimate_rank(config, layout, own, in_flight=held / len(stages))
-        ranks.append(replace(memory, pp=rank))
-    return max(ranks, key=lambda memory: memory.total)
+    for rank, most_held in enumerate(held_by_ranks(schedule)):
+        numbers = schedule.stages_of(rank)
+        stages = [works[slice(*bounds[number])] for number in numbers]
+        # A stage keeps what it has handed on, from which its backward will start.
+        outputs = [handed_on * (number < schedule.stages - 1) for number in numbers]
+        own = _Rank(config, layout, stages, outputs, schedule.splits_backward)
+        cases = [own.memory(held, microbatches) for held in dict.fromkeys(most_held)]
+        ranks.append(replace(max(cases, key=lambda memory: memory.total), pp=rank))
+    return ranks
 
 
-def _estimate_rank(
-    config: Config, layout: Layout, works: Sequence[Work], in_flight: float
-) -> RankMemory:
-    """`in_flight`: largest number of forwards of all these blocks whose backward is still to
-    come."""
-    held = _held(config, layout, works)
-    resident: dict[str, float] = {
-        WEIGHTS: held.weights,
-        GRADIENTS: held.gradients,
-        STATES: held.states,
-    }
-    has_reference = config.train.reference is not None
-    if has_reference:
-        resident[REFERENCE] = held.weights
-    master = master_size(config.train.precision)
-    compute = compute_size(config.train.precision)
-    if layout.size("fsdp") == 1 and compute < master:
-        models = 2 if has_reference else 1
-        resident[COPIES] = models * held.weights // master * compute
+class _Rank:
+    """A rank's memory at each moment of a step, by arithmetic over its blocks.
 
-    parts = dict(resident)
-    if layout.size("fsdp") > 1:
-        gathered = [shards.all for shards in over_shards(works, layout)]
-        summed = [shards.all for shards in over_shards(works, layout, trained=True)]
-        if config.parallel.reshard_after_forward and layout.size("pp") == 1:
-            # While a block computes, the next one is gathered.
-            gathered = sorted(gathered, reverse=True)[:2]
-            summed = [max(summed)]
-        parts[GATHERED] = sum(gathered) * compute
-        parts["gathered gradients"] = sum(summed) * master
+    Of activations, with S_i what block i saves, and f_i and b_i the most that is alive in its
+    forward and in its backward, there are
 
-    saved, peak, moment = _peak_of_microbatch(works)
-    # Each forward in flight has what its blocks save; one more is at its peak.
-    parts[ACTIVATIONS] = max(in_flight - 1, 0) * saved + peak
-    return RankMemory(resident, parts, moment, source="estimated")
+        S_0 + ... + S_(i-1) + f_i     in its forward
+        S_0 + ... + S_(i-1) + b_i     in its backward: the blocks behind it have freed theirs
+
+    and all of S of its stage once more for each other forward in flight, which waits for its
+    backward. What is there of weights and gradients follows from the shapes of parameters, and from
+    what FSDP does with them (parallel/fsdp.py).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        stages: Sequence[Sequence[Work]],
+        outputs: Sequence[float] = (0,),
+        defers: bool = False,
+    ) -> None:
+        """`outputs`: bytes that each stage keeps beside what its blocks save; `defers`: weight
+        gradients are computed later, for which a backward keeps what they need."""
+        self.stages = stages
+        self.works = [work for stage in stages for work in stage]
+        self.units = Units.of(self.works, layout)
+        self.compute = compute_size(config.train.precision)
+        self.master = master_size(config.train.precision)
+        self.keeps_gathered = layout.size("pp") > 1 or not config.parallel.reshard_after_forward
+        # Buckets of gradients, in which DDP sums them, are there from the first step on.
+        self.has_buckets = layout.size("dp_replicate") > 1 and not self.units.sharded
+        held = _held(config, layout, self.works)
+        self.resident: dict[str, float] = {
+            WEIGHTS: held.weights,
+            GRADIENTS: held.gradients,
+            STATES: held.states,
+        }
+        models = 1
+        if config.train.reference is not None:
+            models = 2
+            self.resident[REFERENCE] = held.weights
+        if self.compute < self.master:
+            self.resident[COPIES] = models * self.compute * self.units.whole
+        # Of each stage, what its blocks save one after another, and what a forward in flight keeps.
+        self.saved: list[list[float]] = []
+        self.waiting: list[float] = []
+        # What its blocks from one on leave for weight gradients.
+        self.left: list[list[float]] = []
+        for stage, output in zip(stages, outputs, strict=True):
+            saved = list(accumulate((work.memory.saved for work in stage), initial=0.0))
+            self.saved.append(saved)
+            self.waiting.append(saved[-1] + output)
+            left = [work.memory.left if defers else 0.0 for work in stage]
+            self.left.append(list(accumulate(reversed(left), initial=0.0))[::-1])
+
+    def memory(self, held: HeldOfRank, microbatches: int) -> RankMemory:
+        """At the fullest moment."""
+        # While all microbatches are in flight, none has made gradients.
+        in_flight = max(stage.forwards for stage in held)
+        cases = [(held, in_flight < microbatches)]
+        if in_flight >= microbatches > 1:
+            fewer = tuple(Held(max(stage.forwards - 1, 0), stage.backwards) for stage in held)
+            cases.append((fewer, True))
+        fullest = dict(self.resident)
+        words = "update"
+        for now_held, has_gradients in cases:
+            for moment, parts in self._moments(now_held, has_gradients):
+                if sum(parts.values()) > sum(fullest.values()):
+                    fullest, words = parts, moment
+        return RankMemory(
+            {part: size for part, size in self.resident.items() if size},
+            {part: size for part, size in fullest.items() if size},
+            words,
+        )
+
+    def _moments(
+        self, held: HeldOfRank, has_gradients: bool
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields moments of a step, and the parts of memory in each. `has_gradients`: of an earlier
+        microbatch."""
+        everything = 0.0
+        for count, waiting, left in zip(held, self.waiting, self.left, strict=True):
+            everything += count.forwards * waiting + count.backwards * left[0]
+        # A head that computes the loss sums its gradients over the forwards in flight.
+        sums = 0.0
+        if sum(count.forwards for count in held) > 1:
+            sums = self.works[-1].memory.sums
+        first = 0
+        for stage, saved, left in zip(self.stages, self.saved, self.left, strict=True):
+            # What it has handed on stays until its backward is done.
+            others = max(everything - saved[-1], 0.0)
+            for i in ends_of_runs(stage):
+                for moment, parts in self._moments_of(stage[i], first + i, has_gradients):
+                    behind = 0.0 if moment == "forward" else left[i + 1]
+                    parts[ACTIVATIONS] += others + saved[i] + behind
+                    parts[GRADIENTS] += 0.0 if stage[i].memory.sums else sums
+                    yield f"{moment} of {stage[i].name}", parts
+            first += len(stage)
+
+    def _moments_of(
+        self, work: Work, i: int, has_gradients: bool
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """Yields the moments of the rank's block i, without what other blocks save."""
+        units, memory = self.units, work.memory
+
+        def parts(gathered: float, gradients: float, activations: float) -> dict[str, float]:
+            return {
+                **self.resident,
+                GATHERED: self.compute * gathered,
+                GRADIENTS: gradients,
+                ACTIVATIONS: activations,
+            }
+
+        kept = self._gradients(len(self.works), has_gradients)
+        # Its weights, also in the message that has brought them, and the message with the next.
+        gathered = units.sharded if self.keeps_gathered else units.in_forward(i)
+        yield "forward", parts(gathered, kept, memory.forward)
+
+        kept = self._gradients(i + 1, has_gradients)
+        if self.keeps_gathered or not units.sharded:
+            for live in memory.backward:
+                yield "backward", parts(units.sharded, kept + self._made(i, live), live.activations)
+            return
+
+        # A message with gradients is freed with the next one: first that of the block behind it.
+        gathered = units.in_backward(i)
+        summed = self.master * units.summed_behind(i)
+        passed_on = 0.0
+        experts = units.blocks[i].experts_trained
+        experts_done = False
+        for live in memory.backward:
+            made = self._made(i, live) - passed_on
+            yield "backward", parts(gathered, kept + summed + made, live.activations)
+            if experts_done:  # the gradients that were copied into their message are freed
+                passed_on = self.compute * experts
+            elif experts and live.made >= experts:
+                experts_done = True
+                gathered = units.behind_experts(i)
+                summed = self.master * experts
+
+        summed = (self.compute + self.master) * units.summed(i)
+        yield "sum of gradients", parts(units.ahead(i), kept + summed, 0.0)
+
+    def _made(self, i: int, live: Live) -> float:
+        """Bytes of weight gradients that the backward of block i has made and not yet passed on."""
+        if not self.units.sharded:
+            return live.temporary
+        # FSDP takes those of a unit together. Experts that it does not shard come first, and are
+        # added up at once.
+        added = self.units.blocks[i].whole_trained
+        made = self.compute * max(live.made - added, 0) + self.works[i].memory.sums
+        return made + live.temporary if added else made
+
+    def _gradients(self, end: int, has_gradients: bool) -> float:
+        """Bytes of gradients kept between microbatches, while blocks before `end` are still to make
+        those of the first."""
+        units = self.units
+        if self.has_buckets:
+            return self.resident[GRADIENTS]
+        if has_gradients and self.keeps_gathered:
+            # Whole ones, which are summed over the ranks once per step.
+            return self.master * units.trained
+        if has_gradients:
+            return self.resident[GRADIENTS]
+        return self.master * units.kept_from(end)
 
 
 def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
@@ -125,60 +261,11 @@ def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
     return sum(of_each(works, of_block), HeldBytes())
 
 
-def _peak_of_microbatch(works: Sequence[Work]) -> tuple[float, float, str]:
-    """Of one microbatch that runs through these blocks and back: bytes that all of them save, the
-    most bytes alive at once, and that moment."""
-    saved, peak, moment = 0.0, 0.0, ""
-    for work in works:
-        in_forward = saved + work.peak_forward
-        if in_forward >= peak:
-            peak, moment = in_forward, f"forward of {work.name}"
-        # In its backward the blocks behind it have freed what they saved.
-        saved += work.saved
-        in_backward = saved + work.peak_backward
-        if in_backward >= peak:
-            peak, moment = in_backward, f"backward of {work.name}"
-    return saved, peak, moment
-
-
-# Forwards in flight -------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
-    """A schedule with as few microbatches as possible, to look up its placement of stages."""
-    if name.endswith(".csv"):
-        return read_csv(name, ranks=ranks)
-    return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
-
-
-def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """A schedule. A named one, which may be long, has only the actions of one microbatch; one from
-    a file has them all, and the file's path as its name."""
-    if name.endswith(".csv"):
-        loaded = load(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-        return replace(loaded, name=name)
-    return replace(short_schedule(name, ranks, stages_per_rank), microbatches=microbatches)
-
-
-def held_forwards(schedule: Schedule) -> tuple[float, ...]:
-    """The largest number of stage forwards that each rank holds at once. Simulated; for many
-    microbatches extrapolated from two simulations with fewer."""
-    if schedule.name not in NAMES:
-        return simulate(schedule).peak_activations
-    name, ranks, per_rank = schedule.name, schedule.ranks, schedule.stages_per_rank
-    few = 3 * ranks
-    if schedule.microbatches <= 2 * few:
-        return _simulated_forwards(name, ranks, per_rank, schedule.microbatches)
-    with_few = _simulated_forwards(name, ranks, per_rank, few)
-    with_twice = _simulated_forwards(name, ranks, per_rank, 2 * few)
-    more = (schedule.microbatches - 2 * few) / few
-    return tuple(
-        twice + more * (twice - once) for once, twice in zip(with_few, with_twice, strict=True)
-    )
-
-
-@lru_cache(maxsize=4096)
-def _simulated_forwards(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[int, ...]:
-    schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
-    return simulate(schedule).peak_activations
+def ends_of_runs(works: Sequence[Work]) -> Iterator[int]:
+    """Yields the first and the last of each run of blocks of a kind. Memory grows or shrinks
+    steadily between them."""
+    for i, work in enumerate(works):
+        is_first = i == 0 or works[i - 1] is not work
+        is_last = i == len(works) - 1 or works[i + 1] is not work
+        if is_first or is_last:
+            yield i

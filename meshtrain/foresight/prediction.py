@@ -2,34 +2,36 @@
 read."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, lru_cache
 from typing import Any
+
+import torch
 
 from meshtrain.config import Config, spec_of
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.data.order import microbatches
 from meshtrain.errors import yaml_text
-from meshtrain.foresight import extend, memory, steptime
 from meshtrain.foresight import hardware as hardware_files
-from meshtrain.foresight.blocks import works_of
-from meshtrain.foresight.compiled import shared_graphs
+from meshtrain.foresight import memory, steptime
+from meshtrain.foresight.blocks import compiled_works_of, deferring_works_of, works_of
 from meshtrain.foresight.hardware import Hardware
-from meshtrain.foresight.memory import RankMemory, schedule_of
-from meshtrain.foresight.model import alike, known_blocks, repeated, without
+from meshtrain.foresight.memory import RankMemory
 from meshtrain.foresight.parameters import compute_size, master_size
+from meshtrain.foresight.schedules import schedule_of
 from meshtrain.foresight.steptime import StepPlan, StepTime
-from meshtrain.foresight.torch_patches import META
+from meshtrain.foresight.trace import trace_rank
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
-from meshtrain.modeling.build import block_costs, compile_choice
+from meshtrain.modeling.build import block_costs
+from meshtrain.modeling.kinds import known_blocks
+from meshtrain.parallel.compile import choose_compile
 from meshtrain.parallel.tp_plan import has_sequence_parts
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.partition import StageSplit, split_blocks
 
-MOST_RANKS = 4  # up to which every pipeline rank is traced
+SHORT = 32  # up to so many (microbatch, block) pairs a step is traced whole
 # Key -> its values: each takes less memory than the one before, and no less time.
 SAVINGS: dict[str, tuple[Any, ...]] = {
     "parallel.recompute": ("none", "selective", "full"),
@@ -51,15 +53,6 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
     return {key: values for key, values in SAVINGS.items() if useful[key]}
 
 
-@dataclass(frozen=True)
-class Saving:
-    """What another value of a key changes: the prediction with it, and the begun trace of its
-    memory."""
-
-    prediction: "Prediction"
-    wait_for_memory: Callable[[], RankMemory]
-
-
 class Prediction:
     """Prediction for a config that was loaded for its hosts. Without hardware there is memory
     alone."""
@@ -68,18 +61,15 @@ class Prediction:
         self,
         config: Config,
         hardware: Hardware | None = None,
-        traced: bool = False,
-        pool: Executor | None = None,
+        exact: bool = False,
     ) -> None:
-        """`traced`: memory by tracing the ranks' steps, else by arithmetic, which is fast enough
-        for a search. `pool`: processes for traces, forked from this one, which must not have used a
-        GPU."""
+        """`exact`: with the compiler's graphs for these very sizes, and of a short step with every
+        operator; without, fast enough for a search."""
         assert config.resolved is not None
         self.config = config
         self.layout = config.resolved
         self.hardware = hardware
-        self.traced = traced
-        self.pool = pool
+        self.exact = exact
         self.microbatches = microbatches(
             config.batch.sizes.largest, config.batch.micro_size, self.layout.size(*DATA_AXES)
         )
@@ -113,7 +103,7 @@ class Prediction:
         """The range of blocks [first, end) of each stage."""
         if self.schedule is None:
             return [(0, len(self.works))]
-        split = _split(
+        split = split_of(
             self.spec,
             self.config.data.seq_len,
             self.schedule.ranks,
@@ -142,68 +132,71 @@ class Prediction:
     @cached_property
     def memory(self) -> RankMemory:
         """Memory of the fullest rank."""
-        if self.traced:
-            return max(self.ranks, key=lambda rank: rank.total)
-        return memory.estimate(self.config, self.layout, self.works, self.schedule, self.bounds)
+        return max(self.ranks, key=lambda rank: rank.total)
 
     @cached_property
     def ranks(self) -> list[RankMemory]:
-        """Traced memory of each pipeline rank; of long pipelines of the first rank, the last, and
-        the one between them that holds most forwards."""
-        ranks = self.layout.size("pp")
-        chosen = list(range(ranks))
-        if ranks > MOST_RANKS:
-            in_flight = [
-                extend.held_of(self.config, self.layout, pp, self.microbatches)
-                for pp in range(ranks)
-            ]
-            between = max(range(1, ranks - 1), key=in_flight.__getitem__)
-            chosen = [0, between, ranks - 1]
-        alike(self.config)  # fill its cache before processes are forked
-        # All traces begin before the first is waited for.
-        traces = [self._begin(self.config, pp) for pp in chosen]
-        if ranks == 1 and self.hardware is not None:
-            _ = self._savings  # begins their traces at the same time
-        with shared_graphs():
-            return [wait() for wait in traces]
+        """Memory of the first rank of the pipeline, of the fullest, and of the last."""
+        works = self.works
+        if self.compiled:
+            works = compiled_works_of(self.config, self.layout, exact=self.exact)
+        elif self.schedule is not None and self.schedule.splits_backward:
+            works = deferring_works_of(self.config, self.layout)
+        by_blocks = self._ranks_by_blocks(works)
+        fullest = max(by_blocks, key=lambda rank: rank.total)
+        chosen = sorted({0, fullest.pp, len(by_blocks) - 1})
+        if self.exact and self._is_short:
+            return [self._trace(pp) for pp in chosen]
+        return [by_blocks[pp] for pp in chosen]
 
-    def trace(self) -> Callable[[], RankMemory]:
-        """Begins a trace of the fullest rank; the returned function waits for its result."""
-        return self._begin(self.config, self.memory.pp)
+    def _ranks_by_blocks(self, works: Sequence[Work]) -> list[RankMemory]:
+        ranks = memory.of_ranks(
+            self.config,
+            self.layout,
+            works,
+            self.schedule,
+            self.bounds,
+            self.microbatches,
+            self.handed_on,
+        )
+        return [replace(rank, compiled=self.compiled) for rank in ranks]
 
-    def _begin(self, config: Config, pp: int) -> Callable[[], RankMemory]:
-        """Begins a trace of a rank; the returned function waits for its result."""
-        if self.pool is None:
-            return partial(extend.rank_memory, config, self.layout, pp)
-        return self.pool.submit(extend.rank_memory, config, self.layout, pp).result
+    @property
+    def _is_short(self) -> bool:
+        """Whether the step of every rank is so short that all of it is traced."""
+        most = max(end - first for first, end in self.bounds)
+        if self.schedule is not None:
+            most *= self.schedule.stages_per_rank
+        return most * self.microbatches <= SHORT
+
+    def _trace(self, pp: int) -> RankMemory:
+        config = replace(self.config, parallel=replace(self.config.parallel, compile=self.compiled))
+        trace = trace_rank(config, self.layout, self.layout.group(0, "pp")[pp])
+        return RankMemory(
+            resident={**trace.resident},
+            parts={**trace.parts},
+            moment=trace.moment,
+            pp=pp,
+            compiled=trace.compiled,
+            source="traced",
+        )
 
     @cached_property
     def saves(self) -> dict[str, tuple[float, float | None]]:
         """`key=value` -> bytes by which it lowers the peak of the fullest rank, and seconds by
         which it prolongs a step; only settings that save memory."""
         saved: dict[str, tuple[float, float | None]] = {}
-        for change, saving in self._savings.items():
-            fewer_bytes = self.memory.total - saving.wait_for_memory().total
-            if fewer_bytes > 0:
-                longer = None
-                if self.hardware is not None:
-                    longer = saving.prediction.step.seconds - self.step.seconds
-                saved[change] = fewer_bytes, longer
-        return saved
-
-    @cached_property
-    def _savings(self) -> dict[str, Saving]:
-        """`key=value` -> what it changes on the rank that is fullest without it."""
-        pp = self.memory.pp if self.layout.size("pp") > 1 else 0
-        savings = {}
         for key, value in self._leaner_values():
             section, _, name = key.partition(".")
             changed: Any = {section: replace(getattr(self.config, section), **{name: value})}
-            config = replace(self.config, **changed)
-            savings[f"{key}={yaml_text(value)}"] = Saving(
-                Prediction(config, self.hardware), self._begin(config, pp)
-            )
-        return savings
+            leaner = Prediction(replace(self.config, **changed), self.hardware, self.exact)
+            fewer_bytes = self.memory.total - leaner.memory.total
+            if fewer_bytes > 0:
+                longer = None
+                if self.hardware is not None:
+                    longer = leaner.step.seconds - self.step.seconds
+                saved[f"{key}={yaml_text(value)}"] = fewer_bytes, longer
+        return saved
 
     def _leaner_values(self) -> list[tuple[str, Any]]:
         """Keys with values that may take less memory than the config's."""
@@ -252,7 +245,13 @@ class Prediction:
         device_type = "cuda"
         if self.hardware is not None and not self.hardware.compute.asynchronous:
             device_type = "cpu"
-        choice = compile_choice(self.config, self.layout, META, device_type)
+        splits_backward = self.schedule is not None and self.schedule.splits_backward
+        choice = choose_compile(
+            self.config.parallel.compile,
+            torch.device(device_type),
+            splits_backward,
+            has_tools=True,
+        )
         return choice.compiles
 
     @property
@@ -263,9 +262,7 @@ class Prediction:
     @property
     def _forward_flops(self) -> float:
         """FLOPs of one sample's forward."""
-        first = alike(self.config)
-        costs = block_costs(without(self.spec, repeated(first)), self.config.data.seq_len)
-        return sum(costs[i] for i in first)
+        return sum(block_costs(self.spec, self.config.data.seq_len))
 
     @cached_property
     def block_costs(self) -> list[steptime.BlockCost]:
@@ -287,18 +284,6 @@ class Prediction:
         assert self.hardware is not None
         return steptime.step_time(self.works, self.plan, self.hardware)
 
-    @cached_property
-    def bound(self) -> float:
-        """A lower bound of the step's seconds, which leaves out the order of the pipeline's
-        actions."""
-        if self.schedule is None:
-            return self.step.seconds
-        assert self.hardware is not None
-        least = steptime.step_time(
-            self.works, self.plan, self.hardware, clock=steptime.least_makespan
-        )
-        return least.seconds
-
     @property
     def sent(self) -> dict[str, float]:
         """Bytes that the blocks of a rank send in a step, by axis; empty for pipelines."""
@@ -316,7 +301,7 @@ class Prediction:
         """The whole prediction for a program."""
         room = None if self.hardware is None else self.hardware.device.room
         of_memory: dict[str, Any] = {**asdict(self.memory), "total": self.memory.total}
-        if self.traced:
+        if self.exact:
             of_memory["ranks"] = [
                 {
                     "pp": rank.pp,
@@ -332,7 +317,7 @@ class Prediction:
         if self.hardware is None or room is None:
             return {"memory": of_memory}
         of_memory["verdict"] = self.memory.verdict(room)
-        if self.traced:
+        if self.exact:
             of_memory["saves"] = {
                 change: {"bytes": fewer_bytes, "seconds": longer}
                 for change, (fewer_bytes, longer) in self.saves.items()
@@ -342,7 +327,7 @@ class Prediction:
 
 
 @lru_cache(maxsize=1024)
-def _split(
+def split_of(
     spec: ModelSpec, seq_len: int, ranks: int, stages: int, blocks: tuple[int, ...] | None
 ) -> StageSplit:
     return split_blocks(block_costs(spec, seq_len), ranks, stages, blocks)
@@ -368,4 +353,4 @@ def predict(
     assert config.resolved is not None
     placed = replace(config, resolved=config.resolved.on_hosts(hosts))
     rates = None if hardware is None else hardware_files.load(hardware)
-    return Prediction(placed, rates, traced=True)
+    return Prediction(placed, rates, exact=True)

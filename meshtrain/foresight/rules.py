@@ -47,6 +47,10 @@ class RememberedRules:
         known.setdefault(keys, {})[tuple(reads[key] for key in keys)] = problem
         return problem
 
+    def reads(self, rule: Rule) -> set[str]:
+        """The varied keys that a rule has read in any case so far."""
+        return {key for keys in self._known.get(rule, ()) for key in keys}
+
 
 class _Recorded(UserDict[str, Any]):
     """A dict that records in `reads` what is read of it."""

@@ -1,27 +1,33 @@
-"""Best-first search for the fastest layout that fits, by lower bounds of step time.
+"""Search for the fastest layout that fits.
 
-A candidate enters a heap with a lower bound from the work of its blocks; then once per schedule
-with a bound that counts filling and draining the pipeline; then it is predicted in full. The search
-ends when every bound left is above what it has found.
+Each candidate is looked at twice: `estimate` ranks all of them by closed forms, and the best of
+these are predicted in full, in that order, until no estimate is left that could be among the
+results, or as many as wanted are predicted.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.errors import InputError, bytes_text
-from meshtrain.foresight.blocks import count_works
+from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction
-from meshtrain.foresight.space import MICRO, Candidate, Space
+from meshtrain.foresight.space import SCHEDULE, STAGES, Candidate, Space, saves_as_much
 
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
+MARGIN = 0.05  # relative error of estimated seconds
+
+FEWER = 0.9  # of its estimate a candidate may take so much less than others like it
+UNFIT = 4  # candidates whose memory is predicted, for one that is predicted in full
+
+Place = tuple[float, ...]  # in the order of results
+NOWHERE: Place = (math.inf,)
 
 
 @dataclass(frozen=True)
@@ -29,47 +35,58 @@ class Forecast:
     """The functions by which a search judges candidates; tests pass their own.
 
     Attributes:
-        begin: called with all configs before the first `bound`.
-        bound: lower bound of the seconds of all configs that differ in schedule and SAVINGS only.
-            Raises InputError.
-        predict: a prediction with `bound` (lower bound of its seconds), `memory.total` (bytes of
-            the fullest rank) and `step` (`seconds`; `parts`: name -> seconds), each computed when
-            it is read.
-        trace: begins a trace of a prediction's step; the returned function waits for its memory,
-            which has to fit.
+        estimate: a first look at a config. Without a schedule (the second argument is false), the
+            least that it takes with any. Raises InputError.
+        predict: a prediction with `memory.total` (bytes of the fullest rank) and `step` (`seconds`;
+            `parts`: name -> seconds), each computed when it is read.
         memory: bytes available to a rank.
+        margin: relative error of estimated seconds.
     """
 
-    begin: Callable[[Sequence[Config]], None]
-    bound: Callable[[Config], float]
+    estimate: Callable[[Config, bool], Estimate]
     predict: Callable[[Config], Any]
-    trace: Callable[[Any], Callable[[], Any]]
     memory: float
+    margin: float = MARGIN
 
 
-def forecast(
-    hardware: Hardware, memory_gib: float | None = None, pool: Executor | None = None
-) -> Forecast:
-    """A Forecast by `Prediction` for this hardware. `pool`: processes that trace blocks beside each
-    other."""
-
-    def bound(config: Config) -> float:
-        prediction = Prediction(config, hardware)
-        of_blocks = sum(sum(cost.passes) for cost in prediction.block_costs)
-        return prediction.microbatches * of_blocks / prediction.layout.size("pp")
-
+def forecast(config: Config, hardware: Hardware, memory_gib: float | None = None) -> Forecast:
+    """A Forecast by `Estimates` and `Prediction` for the candidates of a config."""
     return Forecast(
-        begin=partial(count_works, pool=pool),
-        bound=bound,
-        predict=partial(Prediction, hardware=hardware, pool=pool),
-        trace=Prediction.trace,
+        estimate=Estimates(config, hardware).of,
+        predict=partial(Prediction, hardware=hardware),
         memory=hardware.device.room if memory_gib is None else memory_gib * 2**30,
     )
 
 
+@dataclass
+class _First:
+    """A candidate of the space, which has yet to get a schedule and values of SAVINGS, and what
+    became of it."""
+
+    candidate: Candidate
+    refused: str = ""
+    has_schedules: bool = False
+    waiting: int = 0  # how many with a schedule have not been predicted
+    fits: bool = False
+
+
+@dataclass(order=True)
+class _Entry:
+    seconds: float  # that it takes at least
+    number: int  # of equal ones the first is looked at first
+    first: _First = field(compare=False)
+    candidate: Candidate | None = field(compare=False, default=None)  # with a schedule
+
+
 class Search:
     """Finds the fast candidates of a space that fit: of those that differ only in SAVINGS the
-    fastest, or with the goal `memory` all of them."""
+    fastest, or with the goal `memory` all of them.
+
+    Attributes:
+        looked: of the candidates, how many have been looked at with schedules.
+        judged: of how many with a schedule the memory was predicted.
+        predicted: of how many of these, which fit, the seconds were predicted, too.
+    """
 
     def __init__(
         self, space: Space, forecast: Forecast, goal: Literal["time", "memory"] = "time"
@@ -78,23 +95,31 @@ class Search:
         self.config = space.config
         self.forecast = forecast
         self.goal = goal
-        # bound, counter, whether it has a schedule
-        self.heap: list[tuple[float, int, bool, Candidate]] = []
-        self.pushed: set[tuple[Any, ...]] = set()
-        # What was found. A group are the candidates that differ in SAVINGS only.
-        self.fitting: dict[tuple[Any, ...], Candidate] = {}  # group -> its fastest that fits
-        self.fastest: dict[tuple[int, ...], float] = {}  # layout -> seconds
-        self.fastest_of: dict[int, float] = {}  # number of stages -> seconds
-        self.times: list[float] = []  # of the fastest layouts, as many as are shown
-        # What fits.
-        self.can_fit: set[tuple[Any, ...]] = set()  # groups
-        # group without MICRO -> smallest MICRO that cannot fit
-        self.unfit: dict[tuple[Any, ...], int] = {}
+        self.firsts: list[_First] = []
+        self.heap: list[_Entry] = []
+        self.known: set[tuple[Any, ...]] = set()  # keys of what was pushed with a schedule
+        self.pushed = 0
+        self.fitting: dict[tuple[Any, ...], tuple[Candidate, _First]] = {}
+        self.best = math.inf  # seconds of the fastest that fits
+        self.places: dict[tuple[int, ...], Place] = {}  # layout -> the best place of its candidates
+        self.last_shown = NOWHERE
         self.least = math.inf  # least memory of what does not fit
+        self.looked = 0
+        # Schedule, stages and recomputation -> the least share of its estimated memory that such a
+        # candidate takes.
+        self.shares: dict[tuple[Any, ...], float] = {}
+        self.judged = 0
         self.predicted = 0
+        self.is_ranked = False  # whether all candidates have been estimated
+        self.is_cut = False  # by the limit
 
     def run(
-        self, load: Callable[[list[str]], Config], show: int = 5, error: float = NEAR
+        self,
+        load: Callable[[list[str]], Config],
+        show: int = 5,
+        error: float = NEAR,
+        limit: float = math.inf,
+        watch: Callable[["Search"], None] = lambda search: None,
     ) -> list[Candidate]:
         """The best candidate of each layout, best layouts first, at most `show`.
 
@@ -103,186 +128,222 @@ class Search:
             error: relative error of predicted seconds. Candidates within it of the fastest count as
                 equal and are ordered by simplicity: fewest stages, then fewest axes, then least
                 memory; with the goal `memory` memory comes first.
+            limit: how many candidates that fit are predicted in full. Of UNFIT times as many the
+                memory is looked at.
+            watch: called again and again.
         """
-        self._find(show, error)
-        fastest = min(self.fastest.values(), default=0.0)
-
-        def place(candidate: Candidate) -> tuple[float, ...]:
-            seconds = candidate.prediction.step.seconds
-            memory = candidate.prediction.memory.total
-            candidate.near = seconds <= fastest * (1 + error)
-            if not candidate.near:
-                return 1, seconds
-            if self.goal == "time":
-                return (0, *candidate.parts, memory)
-            return (0, memory, *candidate.parts)
-
-        order = sorted(self.fitting.values(), key=place)
-        # Traces of what will probably be shown begin together: of each layout the best candidate.
-        likely: dict[tuple[int, ...], Candidate] = {}
-        for candidate in order:
-            likely.setdefault(candidate.layout.shape, candidate)
-        traces = {
-            id(candidate): self.forecast.trace(candidate.prediction)
-            for candidate in list(likely.values())[:show]
-        }
-
-        best: dict[tuple[int, ...], Candidate] = {}
-        for candidate in order:
-            if candidate.layout.shape in best or len(best) == show:
-                continue
-            trace = traces.get(id(candidate)) or self.forecast.trace(candidate.prediction)
-            if self._holds(candidate, load, trace):
-                best[candidate.layout.shape] = candidate
-                first = next(iter(best.values()))
-                candidate.reason = _reason(first, candidate)
-        return list(best.values())
-
-    def _holds(
-        self, candidate: Candidate, load: Callable[[list[str]], Config], trace: Callable[[], Any]
-    ) -> bool:
-        """Whether training accepts the candidate, and the traced memory of its step fits."""
-        try:
-            load(candidate.overrides(self.config))
-        except ConfigErrors as problem:
-            self.space.reject("refused when it is read as a whole", problem.errors[0].message)
-            return False
-        with self._refusals():
-            candidate.memory = trace()
-        if candidate.memory is None:
-            return False
-        if candidate.memory.total > self.forecast.memory:
-            takes = f"{bytes_text(candidate.memory.total)} of {bytes_text(self.forecast.memory)}"
-            self.space.reject(
-                "do not fit when they are traced", f"{candidate.layout} takes {takes}"
-            )
-            return False
-        return True
-
-    # Best first -----------------------------------------------------------------------------------
-
-    def _find(self, show: int, error: float) -> None:
-        # Blocks of all candidates are counted before the first bound, in processes side by side.
-        candidates = list(self.space.candidates())
-        configs = [candidate.apply(self.config) for candidate in candidates]
-        self.forecast.begin(configs)
-        for candidate, config in zip(candidates, configs, strict=True):
-            with self._refusals():
-                self._push(candidate, self.forecast.bound(config), has_schedule=False)
-        # The candidate with the lowest bound may be the best: it gets a tighter bound, with each
-        # schedule, or is predicted.
+        self.show, self.error = show, error
+        self._rank(watch)
+        self.is_ranked = True
         while self.heap:
-            bound, _, has_schedule, candidate = heapq.heappop(self.heap)
-            if self._is_enough(bound, show, error):
-                example = f"{candidate.layout} takes {bound:.3g} s or more"
-                self.space.reject("slower than these, by a bound", example, len(self.heap) + 1)
+            watch(self)
+            if self.predicted >= limit or self.judged >= UNFIT * limit:
+                self.is_cut = True
                 break
-            if hopeless := self._hopeless(candidate, bound, show, error):
-                self.space.reject(hopeless, str(candidate.layout))
-            elif has_schedule:
-                self._predict(candidate, bound, show)
+            entry = heapq.heappop(self.heap)
+            if self._is_enough(entry.seconds):
+                heapq.heappush(self.heap, entry)
+                break
+            if not self._can_be_shown(entry):
+                continue
+            if entry.candidate is None:
+                self._expand(entry.first)
             else:
-                self._push_all(self.space.schedules(candidate), bound)
-        if self.unfit:
-            takes = bytes_text(self.least)
-            example = f"the least takes {takes} of {bytes_text(self.forecast.memory)}"
-            count, _ = self.space.rejected["do not fit"]
-            self.space.rejected["do not fit"] = count, example
+                self._predict(entry.candidate, entry.first)
+        results = self._results(load)
+        self._count(results)
+        return results
 
-    @property
-    def _best(self) -> float:
-        """Seconds of the fastest layout so far."""
-        return self.times[0] if self.times else math.inf
+    def first_results(self) -> list[Candidate]:
+        """The best by estimates alone, one of each layout, before anything is predicted."""
+        best: dict[tuple[int, ...], Candidate] = {}
+        for entry in heapq.nsmallest(20 * self.show, self.heap):
+            best.setdefault(entry.first.candidate.layout.shape, entry.first.candidate)
+        return list(best.values())[: self.show]
 
-    def _is_enough(self, bound: float, show: int, error: float) -> bool:
-        """Whether no candidate left can be shown: neither as one of the fastest layouts, nor as
-        simpler than the fastest and as fast within the error."""
-        if len(self.times) < show:
-            return False
-        return bound > max(self.times[-1], self._best * (1 + error))
+    # The first look -------------------------------------------------------------------------------
 
-    def _hopeless(self, candidate: Candidate, bound: float, show: int, error: float) -> str | None:
-        """Why a candidate that is not faster than this bound cannot be shown; None if it can."""
-        as_fast = self._best * (1 + error)
-        near = [stages for stages, seconds in self.fastest_of.items() if seconds <= as_fast]
-        simplest = min(near, default=0)
-        is_full = len(self.times) == show
-        has_more_stages = candidate.layout.size("pp") > simplest
-        if self.goal == "time" and is_full and bound > self._best and has_more_stages:
-            return "not simpler than these, nor faster by a bound"
-        if bound > max(as_fast, self.fastest.get(candidate.layout.shape, math.inf)):
-            return "slower than the same layout is otherwise"
-        return None
+    def _rank(self, watch: Callable[["Search"], None]) -> None:
+        for candidate in self.space.candidates():
+            first = _First(candidate)
+            self.firsts.append(first)
+            with self._refusals(first):
+                candidate.estimate = self._least(candidate)
+                if candidate.estimate is not None:
+                    self._push(first, candidate.estimate)
+            watch(self)
 
-    def _push(self, candidate: Candidate, bound: float, has_schedule: bool) -> None:
-        heapq.heappush(self.heap, (bound, len(self.pushed), has_schedule, candidate))
-        self.pushed.add((has_schedule, candidate.key()))
+    def _least(self, candidate: Candidate) -> Estimate | None:
+        """The least that a candidate takes with any schedule and values of SAVINGS; None: it does
+        not fit."""
+        estimates = []
+        for leaner in self.space.savings(candidate):
+            estimate = self.forecast.estimate(leaner.apply(self.config), False)
+            if estimate.least_memory > self.forecast.memory:
+                self.least = min(self.least, estimate.least_memory)
+                continue
+            estimates.append(estimate)
+            is_sure = candidate.layout.size("pp") == 1
+            if is_sure and self.goal == "time" and estimate.most_memory <= self.forecast.memory:
+                break  # what saves more is not faster
+        if not estimates:
+            return None
+        return Estimate(*(min(numbers) for numbers in zip(*estimates, strict=True)))
 
-    def _push_all(self, candidates: Iterable[Candidate], bound: float) -> None:
-        """Pushes candidates with a schedule, which are not faster than `bound`."""
-        for candidate in candidates:
-            if (True, candidate.key()) not in self.pushed:
-                with self._refusals():
-                    candidate.prediction = self.forecast.predict(candidate.apply(self.config))
-                    own_bound = max(bound, candidate.prediction.bound)
-                    self._push(candidate, own_bound, has_schedule=True)
+    def _push(self, first: _First, estimate: Estimate, candidate: Candidate | None = None) -> None:
+        self.pushed += 1
+        seconds = estimate.seconds * (1 - self.forecast.margin)
+        heapq.heappush(self.heap, _Entry(seconds, self.pushed, first, candidate))
+
+    def _expand(self, first: _First) -> None:
+        """Pushes a candidate with each schedule, and with the values of SAVINGS with which it may
+        fit. What probably fits makes those needless that save more, and so are slower."""
+        self.looked += 1
+        first.has_schedules = True
+        schedules = list(self.space.schedules(first.candidate))
+        if not schedules:
+            first.refused = "pp without a schedule that works"
+        for scheduled in schedules:
+            self._push_savings(scheduled, first)
+
+    def _push_savings(self, scheduled: Candidate, first: _First) -> None:
+        """Pushes a candidate with its own values of SAVINGS and those that save more, as far as
+        they may fit and are not pushed yet."""
+        enough: list[Candidate] = []
+        for candidate in self.space.savings(scheduled):
+            key = candidate.key()
+            if key in self.known or any(saves_as_much(candidate, other) for other in enough):
+                continue
+            with self._refusals(first):
+                estimate = self.forecast.estimate(candidate.apply(self.config), True)
+                candidate.estimate = estimate
+                self.known.add(key)
+                if estimate.least_memory > self.forecast.memory:
+                    self.least = min(self.least, estimate.least_memory)
+                    continue
+                if self.goal == "time" and estimate.most_memory <= self.forecast.memory:
+                    enough.append(candidate)
+                first.waiting += 1
+                self._push(first, estimate, candidate)
 
     @contextmanager
-    def _refusals(self) -> Iterator[None]:
+    def _refusals(self, first: _First) -> Iterator[None]:
         """Context in which the model may refuse a candidate, as its layers do when they cannot be
         split."""
         try:
             yield
         except InputError as error:
-            self.space.reject("refused when the model is built", str(error))
+            first.refused = "refused when the model is built"
+            self.space.reject(first.refused, str(error), 0)
 
-    # Predictions ----------------------------------------------------------------------------------
+    # The second look ------------------------------------------------------------------------------
 
-    def _predict(self, candidate: Candidate, bound: float, show: int) -> None:
-        """Predicts a candidate in full. One that does not fit makes way for those that save
-        memory."""
-        group = candidate.key(*SAVINGS)
-        of_any_size = candidate.key(*SAVINGS, MICRO)
-        size = candidate.settings[MICRO]
-        if size >= self.unfit.get(of_any_size, math.inf):
-            self.space.reject("do not fit", "")
-        elif self._fits(candidate):
-            self._keep(candidate, group if self.goal == "time" else candidate.key(), show)
-            # For the least memory, candidates that fit make way for leaner ones, too.
-            if self.goal == "memory":
-                self._push_all(self.space.savings(candidate), bound)
-        # Only if the leanest candidate of the group fits is it worth to go there step by step.
-        elif group in self.can_fit or self._fits(self.space.savings(candidate, most=True)[0]):
-            self.can_fit.add(group)
-            self._push_all(self.space.savings(candidate), bound)
-        else:
-            self.unfit[of_any_size] = size
-            self.space.reject("do not fit", "")
-
-    def _keep(self, candidate: Candidate, key: tuple[Any, ...], show: int) -> None:
-        seconds = candidate.prediction.step.seconds
-        known = self.fitting.get(key)
-        if known is None or seconds < known.prediction.step.seconds:
-            self.fitting[key] = candidate
-
-        stages, _ = candidate.parts
-        fastest_of = self.fastest_of.get(stages, math.inf)
-        self.fastest_of[stages] = min(seconds, fastest_of)
-
-        shape = candidate.layout.shape
-        if seconds < self.fastest.get(shape, math.inf):
-            self.fastest[shape] = seconds
-            self.times = heapq.nsmallest(show, self.fastest.values())
-
-    def _fits(self, candidate: Candidate) -> bool:
-        if candidate.prediction is None:
+    def _predict(self, candidate: Candidate, first: _First) -> None:
+        first.waiting -= 1
+        most = candidate.estimate.most_memory
+        kind = tuple(candidate.settings[key] for key in (SCHEDULE, STAGES, "parallel.recompute"))
+        if FEWER * self.shares.get(kind, 0.0) * most > self.forecast.memory:
+            self._push_savings(candidate, first)
+            return
+        self.judged += 1
+        with self._refusals(first):
             candidate.prediction = self.forecast.predict(candidate.apply(self.config))
-        self.predicted += 1
-        total = candidate.prediction.memory.total
-        if total <= self.forecast.memory:
+            total = candidate.prediction.memory.total
+            self.shares[kind] = min(total / most, self.shares.get(kind, math.inf))
+            if total > self.forecast.memory:
+                self.least = min(self.least, total)
+                self._push_savings(candidate, first)
+                return
+            first.fits = True
+            self.predicted += 1
+            seconds = candidate.prediction.step.seconds
+            key = candidate.key(*SAVINGS) if self.goal == "time" else candidate.key()
+            known = self.fitting.get(key)
+            if known is None or seconds < known[0].prediction.step.seconds:
+                self.fitting[key] = candidate, first
+            self.best = min(self.best, seconds)
+            self._find_places()
+
+    def _place(self, parts: tuple[int, int], seconds: float, memory: float) -> Place:
+        """A place among results; the least comes first."""
+        if seconds > self.best * (1 + self.error):
+            return 1, seconds
+        if self.goal == "time":
+            return (0, *parts, memory)
+        return (0, memory, *parts)
+
+    def _place_of(self, candidate: Candidate) -> Place:
+        prediction = candidate.prediction
+        return self._place(candidate.parts, prediction.step.seconds, prediction.memory.total)
+
+    def _find_places(self) -> None:
+        self.places.clear()
+        for candidate, _ in self.fitting.values():
+            place = self._place_of(candidate)
+            shape = candidate.layout.shape
+            self.places[shape] = min(place, self.places.get(shape, place))
+        ordered = sorted(self.places.values())
+        if len(ordered) >= self.show:
+            self.last_shown = ordered[self.show - 1]
+
+    def _is_enough(self, seconds: float) -> bool:
+        """Whether nothing that takes so long, or longer, can be shown."""
+        return seconds > self.best * (1 + self.error) and self.last_shown <= (1, seconds)
+
+    def _can_be_shown(self, entry: _Entry) -> bool:
+        """Whether it may be faster than all that were found, or have a place among them."""
+        if entry.seconds < self.best:
             return True
-        self.least = min(self.least, total)
-        return False
+        if entry.candidate is None:
+            candidate = entry.first.candidate
+            parts = candidate.least_parts
+        else:
+            candidate = entry.candidate
+            parts = candidate.parts
+        could_be = self._place(parts, entry.seconds, candidate.estimate.least_memory)
+        own = self.places.get(candidate.layout.shape, NOWHERE)
+        return could_be < min(own, self.last_shown)
+
+    # Results --------------------------------------------------------------------------------------
+
+    def _results(self, load: Callable[[list[str]], Config]) -> list[Candidate]:
+        best: dict[tuple[int, ...], Candidate] = {}
+        pairs = sorted(self.fitting.values(), key=lambda pair: self._place_of(pair[0]))
+        for candidate, first in pairs:
+            if candidate.layout.shape in best or len(best) == self.show:
+                continue
+            try:
+                load(candidate.overrides(self.config))
+            except ConfigErrors as problem:
+                first.refused = "refused when it is read as a whole"
+                self.space.reject(first.refused, problem.errors[0].message, 0)
+                continue
+            candidate.near = candidate.prediction.step.seconds <= self.best * (1 + self.error)
+            best[candidate.layout.shape] = candidate
+            candidate.reason = _reason(next(iter(best.values())), candidate)
+        return list(best.values())
+
+    def _count(self, results: Sequence[Candidate]) -> None:
+        """Tells the space what became of each candidate that is not shown."""
+        results_ids = {id(candidate) for candidate in results}
+        shown = {
+            id(first) for candidate, first in self.fitting.values() if id(candidate) in results_ids
+        }
+        takes = f"the least takes {bytes_text(self.least)} of {bytes_text(self.forecast.memory)}"
+        for first in self.firsts:
+            example = str(first.candidate.layout)
+            if id(first) in shown:
+                continue
+            if first.fits:
+                self.space.reject("slower than these, or less simple", example)
+            elif first.refused:
+                self.space.reject(first.refused, example)
+            elif first.candidate.estimate is None or (first.has_schedules and not first.waiting):
+                self.space.reject("do not fit", takes)
+            elif self.is_cut:
+                self.space.reject("not predicted: --limit", example)
+            else:
+                self.space.reject("slower than these, by an estimate", example)
 
 
 def _reason(first: Candidate, other: Candidate) -> str:
@@ -294,7 +355,7 @@ def _reason(first: Candidate, other: Candidate) -> str:
         for name, own, best in zip(("stages", "axes"), other.parts, first.parts, strict=True):
             if own > best:
                 worse.append(f"{own} {name} for {best}")
-        more = other.memory.total - first.memory.total
+        more = other.prediction.memory.total - first.prediction.memory.total
         if more > 0:
             worse.append(f"{bytes_text(more)} more memory")
         return "as fast, as far as this can tell" + (f", with {', '.join(worse)}" if worse else "")

@@ -3,7 +3,7 @@ what is computed. They obey the config's own rules."""
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from meshtrain.config.layout_checks import (
 )
 from meshtrain.config.schema import SECTIONS
 from meshtrain.errors import InputError, yaml_text
-from meshtrain.foresight.memory import short_schedule
 from meshtrain.foresight.prediction import SAVINGS, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule
+from meshtrain.foresight.schedules import short_schedule
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.partition import blocks_of
 from meshtrain.pipeline.schedule import NAMES
@@ -54,8 +54,8 @@ class Candidate:
 
     layout: Layout
     settings: dict[str, Any]
+    estimate: Any = None
     prediction: Any = None
-    memory: Any = None  # of results, traced
     near: bool = False  # as fast as the fastest within the error of predictions
     reason: str = ""
 
@@ -89,6 +89,11 @@ class Candidate:
         axes = sum(size > 1 for size in self.layout.sizes.values())
         return stages, axes
 
+    @property
+    def least_parts(self) -> tuple[int, int]:
+        """`parts` with the simplest schedule."""
+        return self.layout.size("pp"), sum(size > 1 for size in self.layout.sizes.values())
+
     def key(self, *without: str) -> tuple[Any, ...]:
         """What tells it from others, but for these keys."""
         values = [value for key, value in self.settings.items() if key not in without]
@@ -99,21 +104,23 @@ class Candidate:
 
 
 class Space:
-    """The candidates of a config that was loaded for its hosts. `vary`: the KEYS that change.
-    `fixed`: axis -> size. `rejected`: reason -> number of candidates, and an example."""
+    """The candidates of a config that was loaded for its hosts: layouts and values of the keys that
+    vary, but for schedules and SAVINGS. `vary`: the KEYS that change. `fixed`: axis -> size.
+    `count`: how many there are; `rejected`: reason -> how many, and an example."""
 
     def __init__(
         self, config: Config, vary: Iterable[str] = KEYS, fixed: Mapping[str, int] | None = None
     ) -> None:
         assert config.resolved is not None
-        self.config = config
+        spec = spec_of(config)
+        # Each candidate's config holds the model, which is then not looked up by its name.
+        self.config = replace(config, spec=spec)
         self.placed = config.resolved
         self.vary = set(vary)
         self.fixed = fixed or {}
         # Ranks that share a host wherever a group of so many begins.
         begins = [span.start for span in self.placed.host_spans]
         self.unit = math.gcd(self.placed.world_size, *begins)
-        spec = spec_of(config)
         self.blocks = len(blocks_of(spec.meta))
         self.has_experts = spec.plan("ep_plan") is not None
         self.rules = RememberedRules(_values_of(config))
@@ -135,17 +142,22 @@ class Space:
                 self.reject(problem, str(layout))
                 continue
             options = self._options(layout)
+            sizes = options.pop(MICRO)
             for values in itertools.product(*options.values()):
-                candidate = Candidate(layout, dict(zip(options, values, strict=True)))
-                self.count += 1
-                if not self._accepts(candidate):
-                    continue
-                heads = candidate.settings[HEADS] if layout.size("cp") > 1 else 1
-                experts = 1
-                if self.has_experts:
-                    experts = candidate.settings[EXPERTS] or layout.size("tp")
-                candidate.layout = layout.with_context_heads(heads).with_experts(experts)
-                yield candidate
+                settings = dict(zip(options, values, strict=True))
+                self.count += len(sizes)
+                placed = None
+                for size in self._accepted(layout, settings, sizes):
+                    placed = placed or self._placed(layout, settings)
+                    yield Candidate(placed, {MICRO: size, **settings})
+
+    def _placed(self, layout: Layout, settings: Mapping[str, Any]) -> Layout:
+        """The layout with its heads over `cp` and its experts."""
+        heads = settings[HEADS] if layout.size("cp") > 1 else 1
+        experts = 1
+        if self.has_experts:
+            experts = settings[EXPERTS] or layout.size("tp")
+        return layout.with_context_heads(heads).with_experts(experts)
 
     def _layouts(self) -> Iterator[Layout]:
         """All layouts of the hosts."""
@@ -212,23 +224,39 @@ class Space:
     def _own_value(self, key: str) -> Any:
         return value_of(self.config, key)
 
-    def _accepts(self, candidate: Candidate) -> bool:
-        """Whether a candidate keeps the rules; rejects it if not."""
-        layout = candidate.layout
-        heads = candidate.settings[HEADS]
+    def _accepted(
+        self, layout: Layout, settings: Mapping[str, Any], sizes: Sequence[int]
+    ) -> Iterator[int]:
+        """Yields the microbatch sizes with which a layout keeps the rules; rejects the others."""
+        heads = settings[HEADS]
         neighbours = layout.size("tp") * heads
         if layout.size("cp") > 1 and heads > 1 and self.unit % neighbours:
-            self.reject("context_heads over more than a host", f"{layout}, context_heads {heads}")
-            return False
+            example = f"{layout}, context_heads {heads}"
+            self.reject("context_heads over more than a host", example, len(sizes))
+            return
+        # Few rules ask for the microbatch; the others are asked once for all sizes.
+        first = {MICRO: sizes[0], **settings}
+        of_each = []
         for rule in OF_LAYOUT:
             if rule is check_stages:  # of each schedule
                 continue
-            problem = self.rules.problem(rule, layout.sizes, candidate.settings)
+            problem = self.rules.problem(rule, layout.sizes, first)
+            if MICRO in self.rules.reads(rule):
+                of_each.append(rule)
+            elif problem is not None:
+                self.reject(_what(rule), problem, len(sizes))
+                return
+        for size in sizes:
+            if not self._refuses(of_each, layout, {MICRO: size, **settings}):
+                yield size
+
+    def _refuses(self, rules: Iterable[Rule], layout: Layout, settings: Mapping[str, Any]) -> bool:
+        for rule in rules:
+            problem = self.rules.problem(rule, layout.sizes, settings)
             if problem is not None:
-                subject = SUBJECTS.get(rule, "what")
-                self.reject(f"{subject} that the model does not take", problem)
-                return False
-        return True
+                self.reject(_what(rule), problem)
+                return True
+        return False
 
     # Schedules and savings ------------------------------------------------------------------------
 
@@ -261,19 +289,28 @@ class Space:
             settings = {**settings, MICRO: 1, "batch.global_size": 1}
         return self.rules.problem(check_stages, sizes, settings)
 
-    def savings(self, candidate: Candidate, most: bool = False) -> list[Candidate]:
-        """A candidate with the next value of one of SAVINGS, for each that its layout can use; with
-        `most` a single one with the last values of all."""
-        usable = usable_savings(candidate.layout)
-        varied = {key: values for key, values in usable.items() if key in self.vary}
-        if most:
-            return [candidate.changed({key: values[-1] for key, values in varied.items()})]
-        leaner = []
-        for key, values in varied.items():
-            after = values[values.index(candidate.settings[key]) + 1 :]
-            if after:
-                leaner.append(candidate.changed({key: after[0]}))
-        return leaner
+    def savings(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yields a candidate with all values of SAVINGS that its layout can use, from its own on;
+        those that save less come first."""
+        values: dict[str, Sequence[Any]] = {}
+        for key, usable in usable_savings(candidate.layout).items():
+            if key in self.vary:
+                values[key] = usable[usable.index(candidate.settings[key]) :]
+        for chosen in itertools.product(*values.values()):
+            yield candidate.changed(dict(zip(values, chosen, strict=True)))
+
+
+def saves_as_much(candidate: Candidate, other: Candidate) -> bool:
+    """Whether a candidate has the other's values of SAVINGS, or such that save more."""
+    return all(
+        values.index(candidate.settings[key]) >= values.index(other.settings[key])
+        for key, values in SAVINGS.items()
+    )
+
+
+def _what(rule: Rule) -> str:
+    """What a rule refuses, for people."""
+    return f"{SUBJECTS.get(rule, 'what')} that the model does not take"
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -117,7 +117,7 @@ def main(source: str, file: str, world_size: str, gib: str) -> None:
     # Names on the hub have their commits, whose files are here.
     config = Config.load(source, world_size=int(world_size), hub={})
     Path(source).unlink()
-    prediction = Prediction(config, traced=True)
+    prediction = Prediction(config, exact=True)
     memory = prediction.memory
     room = Device(name="", memory_gib=float(gib)).room
     verdict = memory.verdict(room)

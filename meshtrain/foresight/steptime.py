@@ -2,8 +2,8 @@
 its schedule."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -27,8 +27,6 @@ from meshtrain.pipeline.simulate import simulate
 MOST_ACTIONS = 4_000
 # stage -> seconds of its forward, input gradient and weight gradient
 StageCosts = tuple[tuple[float, ...], ...]
-# seconds of all microbatches of a pipeline, from its stages' costs and the seconds of a message
-Clock = Callable[[Schedule, StageCosts, float], float]
 NAMES = {  # resource that computing may wait for -> its name for people
     "products": "products of matrices",
     "attention": "attention",
@@ -263,58 +261,6 @@ def _named_makespan(
     return shorter + (longer - shorter) * (microbatches - few) / ranks
 
 
-def least_makespan(schedule: Schedule, costs: StageCosts, transfer: float = 0) -> float:
-    """A lower bound of `makespan` for any order of actions with this schedule's placement and kinds
-    of actions: each rank's own work, the time to fill the pipeline before it, and to drain it
-    afterwards."""
-    work = _work_of_ranks(schedule, costs)
-    microbatches = schedule.microbatches
-    bounds = []
-    for rank, ahead in _ahead_of_ranks(schedule, costs, transfer).items():
-        forward, input_grad, weight_grad = work[rank]
-        own = microbatches * (forward + input_grad + weight_grad)
-        filling = ahead.forward + ahead.messages
-        if schedule.splits_backward:
-            # The last input gradient still travels to the first stage, which then computes its
-            # weight gradient. This rank's own weight gradients may be computed meanwhile.
-            chain = microbatches * (forward + input_grad) + ahead.input_grad + ahead.messages
-            bounds.append(filling + max(own, chain + costs[0][2]))
-        else:
-            draining = ahead.input_grad + ahead.weight_grad + ahead.messages
-            bounds.append(filling + own + draining)
-    return max(bounds)
-
-
-@dataclass(frozen=True)
-class _Ahead:
-    """Seconds of the stages before a rank's first one, for one microbatch, and of the messages from
-    the first stage to it."""
-
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-    messages: float = 0.0
-
-
-def _ahead_of_ranks(schedule: Schedule, costs: StageCosts, transfer: float) -> dict[int, _Ahead]:
-    """Rank -> what is ahead of it."""
-    of_ranks: dict[int, _Ahead] = {}
-    ahead = _Ahead()
-    before = schedule.placement[0]
-    for rank, (forward, input_grad, weight_grad) in zip(schedule.placement, costs, strict=True):
-        if rank != before:
-            ahead = replace(ahead, messages=ahead.messages + transfer)
-        of_ranks.setdefault(rank, ahead)
-        ahead = _Ahead(
-            ahead.forward + forward,
-            ahead.input_grad + input_grad,
-            ahead.weight_grad + weight_grad,
-            ahead.messages,
-        )
-        before = rank
-    return of_ranks
-
-
 def _work_of_ranks(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
     """Seconds of the three passes of all stages of each rank, for one microbatch."""
     work = [[0.0] * 3 for _ in range(schedule.ranks)]
@@ -327,13 +273,10 @@ def _work_of_ranks(schedule: Schedule, costs: StageCosts) -> list[list[float]]:
 # A step -------------------------------------------------------------------------------------------
 
 
-def step_time(
-    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock = makespan
-) -> StepTime:
-    """Time of a step in which each rank does `works`, or its stages' part of them. `clock`:
-    `least_makespan` makes the result a lower bound."""
+def step_time(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> StepTime:
+    """Time of a step in which each rank does `works`, or its stages' part of them."""
     layout = plan.layout
-    share = _largest_share(works, plan, hardware, clock)
+    share = _largest_share(works, plan, hardware)
     forward, backward = _computing(share)
     messages = _Messages(layout, hardware)
     if layout.size("fsdp") > 1:
@@ -376,9 +319,7 @@ class _Share:
     idle: float = 0.0  # seconds in which it waits for other ranks of the pipeline
 
 
-def _largest_share(
-    works: Sequence[Work], plan: StepPlan, hardware: Hardware, clock: Clock
-) -> _Share:
+def _largest_share(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> _Share:
     """The share of the pipeline rank with most work."""
     layout, schedule = plan.layout, plan.schedule
     deferred = schedule is not None and schedule.splits_backward
@@ -396,7 +337,7 @@ def _largest_share(
         first, end = plan.bounds[stage]
         own_works += works[first:end]
         own_costs += costs[first:end]
-    idle = clock(schedule, stages, message) - busy
+    idle = makespan(schedule, stages, message) - busy
     return _Share(own_works, own_costs, schedule.microbatches, idle)
 
 

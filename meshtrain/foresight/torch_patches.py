@@ -54,6 +54,7 @@ def meta_stands_for(device_type: str) -> Iterator[None]:
         for module in (_fsdp_collectives, _fsdp_state, _fsdp_param_group):
             replace(module, "_get_device_handle", lambda _: torch.cpu)
         replace(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), create=True)
+        replace(torch.accelerator, "current_stream", lambda *_: torch.cpu.current_stream())
         replace(_fully_shard, "_get_device_from_mesh", lambda _: META)
         replace(_fsdp_param, "_chunk_with_empty", Chunks)
         replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)

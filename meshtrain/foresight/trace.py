@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +31,14 @@ from meshtrain.foresight.memory import (
     STATES,
     WEIGHTS,
 )
-from meshtrain.foresight.model import alike, batch_of, repeated, untraced_errors, without
+from meshtrain.foresight.model import alike, batch_of, untraced_errors
 from meshtrain.foresight.torch_patches import META, fake_process_groups, meta_stands_for
 from meshtrain.layout import DATA_AXES, Layout
 from meshtrain.loss import Field, StepTerms
 from meshtrain.mesh import Mesh, build_mesh
 from meshtrain.metrics.step_timer import StepTimer
 from meshtrain.modeling import build
+from meshtrain.modeling.kinds import repeated, without
 from meshtrain.modeling.reference import Reference, reference_config
 from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
@@ -66,8 +66,6 @@ class RankTrace:
     moment: str  # of the peak, for people
     sent: dict[str, int]  # axis -> sent in the traced step
     compiled: bool  # whether the blocks are compiled
-    # phase of the step and place in the model -> `parts` at the peak of that moment
-    moments: dict[str, dict[str, int]]
 
 
 class _RanksLayout(Layout):
@@ -186,7 +184,7 @@ class TracedStep:
         from_file = config.pipeline.schedule.endswith(".csv")
         self.first_microbatches = self.microbatches if from_file else self.microbatches[:2]
         self.live.rows = routed_rows(config, batch, mesh)
-        self._mark_blocks(alike(config))
+        self._mark_blocks()
         if isinstance(self.model, Pipeline) and device.type == "meta":
             self._tell_shapes(config)
 
@@ -210,14 +208,14 @@ class TracedStep:
 
     def trace(self) -> RankTrace:
         """Traces three steps: the first, of few microbatches, creates lasting state (optimizer
-        states, copies), the second finds the peaks, and the third looks at the parts of memory at
-        each peak."""
+        states, copies), the second finds the peak, and the third looks at the parts of memory
+        there."""
         live = self.live
-        moments: dict[str, dict[str, int]] = {}
+        parts: dict[str, int] = {}
 
-        def look(moment: str) -> None:
+        def look() -> None:
             with torch_private.without_dispatch_modes():
-                moments[moment] = live.parts(self.owners())
+                parts.update(live.parts(self.owners()))
 
         with watched(live):
             # Made before anything was watched.
@@ -225,33 +223,29 @@ class TracedStep:
                 for parameter in model.parameters():
                     live.see(to_local(parameter.detach()))
             self._run(self.first_microbatches)
-            peaks = self._run(self.microbatches)
-            live.actions = {peak.operators: partial(look, moment) for moment, peak in peaks.items()}
-            peaks_again = self._run(self.microbatches)
-        peaks = _in_phases(peaks)
-        assert peaks == _in_phases(peaks_again)  # every step allocates alike
+            peak = self._run(self.microbatches)
+            live.then = peak.operators, look
+            peak_again = self._run(self.microbatches)
+        assert peak == peak_again  # every step allocates alike
         gc.collect()
-
-        moment = max(peaks, key=lambda moment: peaks[moment].nbytes)
         return RankTrace(
             resident=live.parts(self.owners()),
-            parts=moments[moment],
-            peak=peaks[moment].nbytes,
-            moment=peaks[moment].words,
+            parts=parts,
+            peak=peak.nbytes,
+            moment=peak.words,
             sent=self.mesh.comm_bytes.by_axis(),
             compiled=self.compiled,
-            moments={moment: parts for moment, parts in moments.items() if moment in peaks},
         )
 
-    def _run(self, microbatches: list[Batch]) -> dict[str, Peak]:
-        """Runs a step; returns the peak of each of its moments."""
+    def _run(self, microbatches: list[Batch]) -> Peak:
+        """Runs a step; returns its peak."""
         # Reference cycles, the compiler's too, would hold memory until some later collection.
         gc.collect()
-        self.live.peaks = {}
+        self.live.peak = Peak()
         self.live.count = 0
         self.trainer.forward_backward(1, microbatches)
         self.trainer.optimizer_step(1)
-        return self.live.peaks
+        return self.live.peak
 
     def owners(self) -> dict[int, str]:
         """Storage -> its part of memory, for the long-lived tensors of this rank's model and
@@ -283,31 +277,26 @@ class TracedStep:
             own(WEIGHTS, local.local)
         return owners
 
-    def _mark_blocks(self, first: Sequence[int]) -> None:
+    def _mark_blocks(self) -> None:
         """Attributes new storages to activations inside of a block's forward and backward, and to
-        the model's ends (embedding, logits, loss) outside. `first`: see `model.Blocks`."""
+        the model's ends (embedding, logits, loss) outside."""
         stages = self.model.stages() if isinstance(self.model, Pipeline) else [self.model]
-        for i, stage in enumerate(stages):
+        for stage in stages:
             names = {module: name for name, module in stage.named_modules()}
-            blocks = [
-                (block, kind)
-                for block, kind in zip(blocks_of(stage), first, strict=True)
-                if not isinstance(block, OtherStageBlock)
-            ]
-            places = _places([kind for _, kind in blocks])
-            for (block, _), place in zip(blocks, places, strict=True):
-                block.forward = self.marks(names[block], block.forward, f"{i}: {place}")
+            for block in blocks_of(stage):
+                if not isinstance(block, OtherStageBlock):
+                    block.forward = self.marks(names[block], block.forward)
 
-    def marks(self, name: str, forward: Callable[..., Any], place: str) -> Callable[..., Any]:
+    def marks(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward that tells `live` when the step enters and leaves the block, in both
         directions: by its call, and by hooks on the gradients of its outputs and its inputs."""
         live = self.live
 
         def enter() -> None:
-            live.part, live.block, live.place = ACTIVATIONS, name, place
+            live.part, live.block = ACTIVATIONS, name
 
         def leave() -> None:
-            live.part, live.block, live.place = ENDS, "", ""
+            live.part, live.block = ENDS, ""
 
         def at_gradient(tree: Any, then: Callable[[], None]) -> None:
             for tensor in tree_leaves(tree):
@@ -357,12 +346,6 @@ class TracedStep:
                     pipeline.describe(key, stage, Activation(values[begin - 1], earlier))
 
 
-def _in_phases(peaks: dict[str, Peak]) -> dict[str, Peak]:
-    """Without moments between phases, where the host computes with tensors of its own, and those of
-    the step before are still alive."""
-    return {moment: peak for moment, peak in peaks.items() if not moment.startswith(" ")}
-
-
 def _fsdp_parameters(module: nn.Module) -> list[Any]:
     """FSDP's records of the parameters of one of its units."""
     if not isinstance(module, FSDPModule):
@@ -374,21 +357,6 @@ def _fsdp_parameters(module: nn.Module) -> list[Any]:
 def _with_few_blocks(config: Config, skipped: Sequence[int]) -> Config:
     """The config with a model in which these blocks are the identity."""
     return replace(config, spec=without(spec_of(config), skipped)) if skipped else config
-
-
-def _places(kinds: Sequence[int]) -> Iterator[str]:
-    """Yields each block's place in its stage: the first of its kind, the last, or in the middle.
-    The words stay the same when a stage has one more block of a kind, so that traces of both can be
-    compared."""
-    names = list(dict.fromkeys(kinds))
-    for i, kind in enumerate(kinds):
-        if kind not in kinds[:i]:
-            place = "first"
-        elif kind in kinds[i + 1 :]:
-            place = "middle"
-        else:
-            place = "last"
-        yield f"{place} of kind {names.index(kind)}"
 
 
 def prepared_batch(config: Config, mesh: Mesh) -> Batch:
@@ -403,18 +371,11 @@ def routed_rows(config: Config, batch: Batch, mesh: Mesh) -> int:
     return batch.targets.numel() * per_token // mesh.size("tp")
 
 
-def trace_rank(
-    config: Config,
-    layout: Layout,
-    rank: int,
-    skipped: Sequence[int] = (),
-    *,
-    device_type: str = "cuda",
-) -> RankTrace:
-    """Traces a rank. `skipped`: blocks replaced by the identity. Raises UntracedError."""
+def trace_rank(config: Config, layout: Layout, rank: int, device_type: str = "cuda") -> RankTrace:
+    """Traces a rank. Raises UntracedError."""
     gc.freeze()  # the trace's collections need not visit objects that exist already
     try:
         with untraced_errors(), fake_world(layout, rank, device_type) as mesh:
-            return TracedStep(config, mesh, META, skipped).trace()
+            return TracedStep(config, mesh, META).trace()
     finally:
         gc.unfreeze()

@@ -74,6 +74,38 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Live:
+    """Bytes of activations alive in a part of a block's backward, and elements of weight gradients
+    that are made until its end. `temporary`: bytes on the way to a gradient in another type."""
+
+    activations: float
+    made: float = 0
+    temporary: float = 0
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Live tensors of one block on one rank for one microbatch, without weights, their gradients,
+    and what blocks before it have saved.
+
+    Attributes:
+        saved: bytes that its forward leaves for its backward, its input included.
+        forward: most bytes alive during its forward, its input included.
+        backward: its backward, in parts that end where a weight gradient is made.
+        sums: bytes of weight gradients that its forward makes, as a head that computes the loss
+            does.
+        left: bytes that it leaves when its backward is done, if weight gradients are computed
+            later.
+    """
+
+    saved: float = 0
+    forward: float = 0
+    backward: tuple[Live, ...] = ()
+    sums: float = 0
+    left: float = 0
+
+
+@dataclass(frozen=True)
 class Work:
     """One block on one rank for one microbatch, without what FSDP and DDP add. Bytes are those of
     live tensors."""
@@ -83,10 +115,7 @@ class Work:
     forward: Pass
     input_grad: Pass  # recomputation is in here
     weight_grad: Pass
-    saved: float  # bytes that its forward leaves for its backward, its input included
-    peak_forward: float  # most bytes alive during its forward, beyond its input and its weights
-    # most bytes alive during its backward, beyond `saved`, its weights and their gradients
-    peak_backward: float
+    memory: BlockMemory = BlockMemory()
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:

@@ -26,6 +26,7 @@ from meshtrain.loss import seen_terms
 from meshtrain.mesh import Mesh
 from meshtrain.modeling.flops import block_flops
 from meshtrain.modeling.init import fill, initialise, materialise
+from meshtrain.modeling.kinds import known_blocks, repeated, without
 from meshtrain.objective import CrossEntropy, Objective, OwnLoss
 from meshtrain.parallel.collectives import MeasuredWait
 from meshtrain.parallel.compile import CompileChoice, choose_compile
@@ -48,7 +49,7 @@ from meshtrain.parallel.verify import Moment, Subject, check_model, needs_sample
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.engine import Pipeline
 from meshtrain.pipeline.partition import StageSplit, split_blocks
-from meshtrain.pipeline.probe import outline_of
+from meshtrain.pipeline.probe import Whole, outline_of, run_whole
 from meshtrain.pipeline.schedule import load
 from meshtrain.pipeline.stage import Outline, blocks_of, keep_stage, stages_of_parameter
 
@@ -281,30 +282,44 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
 
 @lru_cache(maxsize=8)
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
-    """The forward FLOPs of each block of a model for one sample."""
+    """The forward FLOPs of each block of a model for one sample. Of blocks that are alike one is
+    counted."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
     inputs = (tokens, torch.zeros_like(tokens), None)
+    first: Sequence[int] = range(len(blocks_of(spec.meta)))
+    if "vocab_size" in spec.keys:
+        first = known_blocks(spec, seq_len, mask_documents=False).first
+        spec = without(spec, repeated(first))
     costs, _ = block_flops(spec.meta, blocks_of(spec.meta), inputs)
-    return tuple(costs)
+    return tuple(costs[i] for i in first)
 
 
 def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:
     """Where the forward of a config's model uses what. `sample`: inputs of a model whose config
     does not tell them; None: not known. Raises InputError: stages cannot be made of it."""
     spec = spec_of(config)
-    # Two samples: batch norm in training refuses a single value per channel.
-    inputs = _inputs_of(config, samples=2) or sample
+    inputs = _stage_inputs(config) or sample
     if inputs is None:
         return outline_of(spec.copy(), None)
+    return _whole_forward(spec, inputs).outline
+
+
+def _stage_inputs(config: "Config") -> tuple[Tensor | None, ...] | None:
+    # Two samples or more: batch norm in training refuses a single value per channel.
+    return _inputs_of(config, samples=max(2, config.batch.micro_size))
+
+
+def _whole_forward(spec: ModelSpec, inputs: Sequence[Tensor | None]) -> Whole:
+    """What a forward of a model shows; it is run once for inputs of these shapes."""
     shapes = tuple(None if x is None else (tuple(x.shape), x.dtype) for x in inputs)
-    return _outline(spec, shapes)
+    return _known_forward(spec, shapes)
 
 
 @lru_cache(maxsize=8)
-def _outline(
+def _known_forward(
     spec: ModelSpec, inputs: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
-) -> Outline:
-    return outline_of(
+) -> Whole:
+    return run_whole(
         spec.copy(),
         [None if x is None else torch.empty(x[0], dtype=x[1], device="meta") for x in inputs],
     )
@@ -313,8 +328,9 @@ def _outline(
 def check_stages(config: "Config", split: StageSplit) -> None:
     """Raises InputError: the stages of a model whose inputs follow from the config would compute
     something other than the whole model. Others are looked at by `check_start`."""
-    inputs = _inputs_of(config, samples=config.batch.micro_size)
-    check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
+    inputs = _stage_inputs(config)
+    subject = _before_start(config, config.resolved, split, inputs)
+    check_model(Moment.START, replace(subject, whole=partial(_whole_forward, spec_of(config))))
 
 
 def _before_start(

@@ -31,7 +31,7 @@ from meshtrain.parallel.linear.matmul import (
     linear_input_grad,
     linear_weight_grad_into,
 )
-from meshtrain.parallel.linear.weight_grad import add_or_compute, write_grad
+from meshtrain.parallel.linear.weight_grad import add_or_compute, noticed, write_grad
 from meshtrain.parallel.sharding import chunk_range
 from meshtrain.parallel.step_context import current_context, use_context
 from meshtrain.parallel.tensor_parallel import ColumnParallelLinear
@@ -285,10 +285,11 @@ class LossHead:
 def _add_weight_grad(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
     """Accumulates over chunks and microbatches, in float32 or wider."""
     accumulate = total is not None
-    if total is None:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_empty(grad.shape[1], x.shape[1], dtype=wide)
-    linear_weight_grad_into(grad, x, total, accumulate)
+    with noticed():
+        if total is None:
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            total = grad.new_empty(grad.shape[1], x.shape[1], dtype=wide)
+        linear_weight_grad_into(grad, x, total, accumulate)
     return total
 
 

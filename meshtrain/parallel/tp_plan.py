@@ -702,8 +702,10 @@ def _layers_of_attention(
     """
     columns: list[str] = []
     rows: list[str] = []
+    parent = _parent(layer)
     for name, module in modules.items():
-        if _parent(name) == _parent(layer):
+        # A model has thousands of modules, most of which the first question leaves out at once.
+        if name.startswith(parent) and _parent(name) == parent:
             word = style_of(plan, [name])
             if word == Colwise.word and hasattr(module, "out_features"):
                 columns.append(name)

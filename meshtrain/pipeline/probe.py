@@ -59,7 +59,7 @@ def outline_of(model: nn.Module, inputs: Inputs | None) -> Outline:
     Raises InputError: its blocks cannot form stages.
     """
     if inputs is not None:
-        return _run_whole(model, inputs).outline
+        return run_whole(model, inputs).outline
     refuse_repeated(model)
     inside = {tensor for block in blocks_of(model) for tensor in named_state(block).values()}
     for name, tensor in named_state(model).items():
@@ -78,6 +78,7 @@ def check_forward(
     bounds: Sequence[tuple[int, int]],
     inputs: Inputs,
     dtype: torch.dtype,
+    whole: "Whole | None" = None,
 ) -> None:
     """Runs a model's forward as each stage would, but for what its blocks compute.
 
@@ -85,10 +86,15 @@ def check_forward(
         model: as for `outline_of`; it is changed.
         bounds: for each stage, its first block and the one after its last.
         dtype: the compute dtype.
+        whole: what `run_whole` has found with another copy of the model and such inputs, if
+            anything.
 
     Raises InputError: a stage of this model would need more than it has.
     """
-    whole = _run_whole(model, inputs)
+    if whole is None:
+        whole = run_whole(model, inputs)
+    elif whole.device.type != "meta":
+        _fill_with_zeros(model)
     _refuse_foreign_parameters(whole, model, bounds)
     for first, end in bounds[1:] or bounds:
         for training in (True, False):
@@ -100,7 +106,7 @@ def check_forward(
 
 
 @dataclass
-class _Whole:
+class Whole:
     """What a forward of the whole model has shown."""
 
     outline: Outline
@@ -110,9 +116,9 @@ class _Whole:
     foreign: list[tuple[int, str]]  # (using block, name of a parameter that it does not hold)
 
 
-def _run_whole(model: nn.Module, inputs: Inputs) -> _Whole:
-    """Runs on the CPU, with zeros, if the model reads values, which the meta device does not
-    have."""
+def run_whole(model: nn.Module, inputs: Inputs) -> Whole:
+    """Forwards of a whole model, in training and else, on the meta device; on the CPU, with zeros,
+    if the model reads values. Arguments and errors: see `outline_of`."""
     refuse_repeated(model)
     named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks_of(model))}
     _refuse_containers(named_blocks)
@@ -147,7 +153,7 @@ def _in_dtype(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return x.to(dtype) if x is not None and x.is_floating_point() else x
 
 
-def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> _Whole:
+def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> Whole:
     uses = _Uses(model)
     forms = {}
     was_training = model.training
@@ -158,7 +164,7 @@ def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> _Whole:
         uses.end()
         forms[training] = uses.forms
     model.train(was_training)
-    return _Whole(uses.outline(), inputs, device, forms, uses.foreign)
+    return Whole(uses.outline(), inputs, device, forms, uses.foreign)
 
 
 @contextmanager
@@ -293,7 +299,7 @@ def _refuse_containers(named_blocks: dict[str, nn.Module]) -> None:
 
 
 def _refuse_foreign_parameters(
-    whole: _Whole, model: nn.Module, bounds: Sequence[tuple[int, int]]
+    whole: Whole, model: nn.Module, bounds: Sequence[tuple[int, int]]
 ) -> None:
     """A block may use what its stage holds anyway. In another stage a reference to it would be one
     to a parameter that nobody trains."""
@@ -321,7 +327,7 @@ class _Walk:
     """A forward as one stage runs it, in which its blocks compute nothing."""
 
     def __init__(
-        self, whole: _Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
+        self, whole: Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
     ) -> None:
         self._whole = whole
         self._model = model

@@ -35,7 +35,7 @@ def run_of(size: int, layout: Mapping[str, int], operators: int = 30):
     )
     weights = (Parameter("block.weight", (2 * 10**8,)),)
     weight_grad = replace(forward, attention_flops=0)
-    work = Work("block", weights, forward, forward, weight_grad, 1e8, 1e8, 1e8)
+    work = Work("block", weights, forward, forward, weight_grad)
     plan = StepPlan(layout=Layout(layout).on_hosts([8]), microbatches=4)
     return lambda hardware: steptime.step_time([work, work], plan, hardware)
 

@@ -1,11 +1,8 @@
-"""Memory that is extended from smaller traces is that of the whole trace; a search's estimate is
-close to it."""
+"""Memory by blocks is that of the whole traced step, and what a plan and a run say of it."""
 
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +12,15 @@ from torch import nn
 
 from meshtrain.config import Config, spec_of
 from meshtrain.errors import bytes_text
-from meshtrain.foresight import compiled, extend, predict, start
+from meshtrain.foresight import compiled, predict, prediction, start
 from meshtrain.foresight.hardware import load
 from meshtrain.foresight.live import LiveBytes
-from meshtrain.foresight.memory import RankMemory
-from meshtrain.foresight.model import UntracedError
 from meshtrain.foresight.parameters import held_by_ranks, parameter_specs
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.layout import Layout
+from meshtrain.modeling.kinds import UntracedError
 from meshtrain.parallel.mixed_precision import state_parameters
-from meshtrain.pipeline.schedule import build
+from meshtrain.pipeline.schedule import NAMES, build
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT
 
@@ -36,52 +32,46 @@ def loaded(world_size: int, *overrides: str, compiled: bool = False) -> Config:
     return Config.load(QUICKSTART, [*LLAMA, compile_too, *overrides], world_size=world_size)
 
 
-def short_and_whole(config: Config, pp: int = 0) -> tuple[RankMemory, RankMemory]:
-    """A rank's memory extended from smaller traces, and that of the whole trace."""
-    short, whole = (extend.rank_memory(config, config.resolved, pp, limit) for limit in (0, 10**6))
-    assert (short.source, whole.source) == ("extended", "traced")
-    return short, whole
-
-
-def assert_near(short: RankMemory, whole: RankMemory, most: int) -> None:
-    """The totals differ by so many bytes at most, and what stays is the same."""
-    assert abs(short.total - whole.total) <= most, (short, whole)
-    for part in ("weights", "gradients", "optimizer state"):
-        assert short.parts.get(part) == whole.parts.get(part)
+BF16 = "train.precision=bfloat16"
+OF_PP = "layout={pp: 4}", "model.num_hidden_layers=8", "batch.global_size=16", BF16
+EXPERTS = ("model.name=qwen3_moe", "model.num_experts=8", "parallel.expert_parallel=2")
+# overrides, and how far arithmetic over blocks may be from the whole trace
+BY_BLOCKS = {
+    "DDP": ("layout={dp_replicate: 2}", BF16),
+    "ZeRO-1": ("layout={dp_replicate: 2}", "parallel.shard_optimizer=true"),
+    "FSDP": ("layout={dp_shard: 2}", BF16),
+    "FSDP, full": ("layout={dp_shard: 2}", BF16, "parallel.recompute=full"),
+    "FSDP, one microbatch": ("layout={dp_shard: 2}", BF16, "batch.global_size=4"),
+    "FSDP that keeps": ("layout={dp_shard: 2}", BF16, "parallel.reshard_after_forward=false"),
+    "LoRA": ("layout={dp_shard: 2}", BF16, "train.lora={rank: 8}"),
+    "tp": ("layout={tp: 2}", "parallel.recompute=selective"),
+    "cp": ("layout={cp: 2}",),
+    "experts, each sharded": ("layout={dp_shard: 4}", BF16, *EXPERTS),
+    "pp": ("layout={pp: 2, dp_shard: 2}", BF16),
+    **{f"pp, {name}": (*OF_PP, f"pipeline.schedule={name}") for name in NAMES},
+    "pp, zb-h1, full": (*OF_PP, "pipeline.schedule=zb-h1", "parallel.recompute=full"),
+}
+QUICK = ("FSDP", "tp", "experts, each sharded", "pp, zb-h1")
+WORLDS = {"layout={pp: 4}": 4, "layout={dp_shard: 4}": 4, "layout={pp: 2, dp_shard: 2}": 4}
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(
-            ("layout={dp_replicate: 2}", "train.precision=bfloat16", "parallel.recompute=full"),
-            marks=pytest.mark.slow,
-        ),
-        (
-            "layout={dp_shard: 2}",
-            "parallel.reshard_after_forward=false",
-            "parallel.recompute=selective",
-        ),
-        pytest.param(
-            ("layout={dp_shard: 2, tp: 2}", "parallel.regather=true"), marks=pytest.mark.slow
-        ),
-    ],
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in BY_BLOCKS],
 )
-def test_extends_layers_and_microbatches(
-    overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+def test_memory_by_blocks_is_what_the_whole_step_takes(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte, but for the losses: of each microbatch they stay until the end of the step."""
-    monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
+    """To 3 % of a model whose blocks are so small that a batch of tokens and messages count."""
+    monkeypatch.setattr("meshtrain.foresight.units.MIN_UNIT_SIZE", 0)
     monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
-    world = 4 if "tp" in overrides[0] else 2
-    config = loaded(world, "model.num_hidden_layers=6", "batch.global_size=16", *overrides)
-    short, whole = short_and_whole(config)
-    losses = 16 * extend.microbatches(16, 2, config.resolved.size("dp_replicate", "dp_shard"))
-    for a, b in ((short.resident, whole.resident), (short.parts, whole.parts)):
-        assert a.keys() == b.keys()
-        assert all(abs(a[part] - b[part]) <= losses for part in a), (a, b)
-    assert short.total <= whole.total
-    assert short.moment.split(" of ")[0] == whole.moment.split(" of ")[0]
+    monkeypatch.setattr(prediction, "SHORT", 10**6)
+    overrides = BY_BLOCKS[name]
+    config = loaded(WORLDS.get(overrides[0], 2), *overrides)
+    by_blocks = Prediction(config).memory
+    [whole] = [rank for rank in Prediction(config, exact=True).ranks if rank.pp == by_blocks.pp]
+    assert (by_blocks.source, whole.source) == ("by blocks", "traced")
+    assert by_blocks.total == pytest.approx(whole.total, rel=0.03), (by_blocks, whole)
 
 
 # A user's model: a llama, with something of its own.
@@ -112,46 +102,20 @@ DEEP = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["layout={dp_replicate: 2}", "layout={pp: 2}"])
-def test_extends_kinds_that_alternate(layout: str, tmp_path: Path) -> None:
-    """Each by itself, to the byte but for the losses."""
+def test_kinds_that_alternate(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "SHORT", 10**6)
     file = tmp_path / "kinds.py"
     file.write_text(OWN + KINDS)
-    layers = 32 if "pp" in layout else 16
-    config = loaded(
-        2, f"model.name={file}", f"model.num_hidden_layers={layers}", layout, "batch.global_size=16"
-    )
-    assert_near(*short_and_whole(config), 16 * 16)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gpipe", "1f1b", "interleaved-1f1b")
-        ),
-        "zbv",
-    ],
-)
-def test_extends_a_pipeline(name: str) -> None:
-    """To the messages that are under way."""
-    keys = (
-        "model.num_hidden_layers=9",
-        "layout={pp: 6}",
-        "batch.global_size=24",
-        f"pipeline.schedule={name}",
-    )
-    config = loaded(6, *keys)
-    message = 2 * 32 * 48 * 4
-    for pp in (0, 3):
-        assert_near(*short_and_whole(config, pp), 8 * message)
+    keys = f"model.name={file}", "model.num_hidden_layers=16", layout, "batch.global_size=16"
+    by_blocks, whole = (Prediction(loaded(2, *keys), exact=exact).memory for exact in (False, True))
+    assert by_blocks.total == pytest.approx(whole.total, rel=0.02)
 
 
 @pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
 def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None:
     overrides = layout, "pipeline.schedule=gpipe"
     grown, largest, first = (
-        Prediction(loaded(2, *overrides, f"batch.global_size={sizes}"), traced=True)
+        Prediction(loaded(2, *overrides, f"batch.global_size={sizes}"), exact=True)
         for sizes in ("[[0, 4], [2, 12], [5, 8]]", "12", "4")
     )
     assert grown.memory == largest.memory
@@ -171,9 +135,11 @@ def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None
         (2, ("layout={dp_shard: 2}", "train.lora={rank: 8}", "batch.micro_size=1")),
     ],
 )
-def test_what_a_search_reckons_with_is_close(world: int, overrides: tuple[str, ...]) -> None:
-    """For blocks as large as those of models that are trained: their activations and states, not
-    their remainders."""
+def test_memory_by_blocks_of_larger_blocks(
+    world: int, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as those of models that are trained: to 1 %."""
+    monkeypatch.setattr(prediction, "SHORT", 10**6)
     sizes = (
         "model.hidden_size=512",
         "model.intermediate_size=1408",
@@ -181,8 +147,8 @@ def test_what_a_search_reckons_with_is_close(world: int, overrides: tuple[str, .
         "data.seq_len=512",
     )
     config = loaded(world, *sizes, "train.precision=bfloat16", *overrides)
-    reckoned, traced = (Prediction(config, traced=traced).memory for traced in (False, True))
-    assert reckoned.total == pytest.approx(traced.total, rel=0.15), (reckoned, traced)
+    by_blocks, whole = (Prediction(config, exact=exact).memory for exact in (False, True))
+    assert by_blocks.total == pytest.approx(whole.total, rel=0.01), (by_blocks, whole)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +176,7 @@ def test_what_a_rank_keeps_is_one_number(world: int, overrides: tuple[str, ...])
     shares = config.parallel.shard_optimizer
     plan = held_by_ranks(specs, layout, precision, optimizer, shard_optimizer=shares)
     search = Prediction(config).memory.resident
-    trace = Prediction(config, traced=True).memory.resident
+    trace = Prediction(config, exact=True).memory.resident
     of_modules = sum(parameter.nbytes for parameter in state_parameters(spec_of(config).meta))
     for part, nbytes in (
         ("weights", plan.weight_bytes + of_modules),
@@ -218,16 +184,6 @@ def test_what_a_rank_keeps_is_one_number(world: int, overrides: tuple[str, ...])
         ("optimizer state", plan.optimizer_bytes),
     ):
         assert (part, nbytes) == (part, search[part]) == (part, trace[part])
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_two_copies_stand_for_many(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank holds as much; the batch is one that ranks share unevenly."""
-    keys = f"layout={{dp_replicate: 5, dp_shard: {shards}}}", "batch.global_size=24"
-    config = loaded(5 * shards, *keys)
-    few = extend.rank_memory(config, config.resolved, 0)
-    monkeypatch.setattr(extend, "_with_few_copies", lambda *whole: whole)
-    assert extend.rank_memory(config, config.resolved, 0) == few
 
 
 @pytest.mark.slow
@@ -258,7 +214,7 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     ],
 )
 def test_what_is_seldom_is_foreseen_too(overrides: str) -> None:
-    seldom = Prediction(loaded(2, *overrides.split()), load("h100"), traced=True)
+    seldom = Prediction(loaded(2, *overrides.split()), load("h100"), exact=True)
     assert min(seldom.memory.total, seldom.step.parts["backward"]) > 0
 
 
@@ -267,7 +223,7 @@ def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Pat
     file.write_text(OWN + DEEP)
     keys = "model.num_hidden_layers=5", "layout={dp_shard: 2}", "batch.global_size=64"
     deep, plain = (
-        Prediction(loaded(2, *keys, *name), load("h100"), traced=True)
+        Prediction(loaded(2, *keys, *name), load("h100"), exact=True)
         for name in ((f"model.name={file}",), ())
     )
     assert abs(deep.memory.total - plain.memory.total) <= 16 * 64
@@ -277,20 +233,10 @@ def test_a_model_that_does_not_run_with_few_blocks_is_traced_whole(tmp_path: Pat
 def test_a_model_that_cannot_be_traced_says_why(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(OWN + DEEP.replace("layers[3]", "layers[30]"))
-    prediction = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), traced=True)
+    broken = Prediction(loaded(2, "layout={dp_shard: 2}", f"model.name={file}"), exact=True)
     for name in ("memory", "works"):
         with pytest.raises(UntracedError, match="does not run on the meta device"):
-            getattr(prediction, name)
-
-
-@pytest.mark.slow
-def test_traces_in_processes_beside_each_other_say_the_same() -> None:
-    config, hardware = loaded(2, "layout={pp: 2}"), load("h100")
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        one, two = (
-            Prediction(config, hardware, traced=True, pool=processes) for processes in (None, pool)
-        )
-        assert (one.ranks, one.saves) == (two.ranks, two.saves)
+            getattr(broken, name)
 
 
 def test_a_schedule_of_a_file(tmp_path: Path) -> None:
@@ -301,7 +247,7 @@ def test_a_schedule_of_a_file(tmp_path: Path) -> None:
     file.write_text("\n".join(",".join(map(str, row)) for row in actions))
     keys = "layout={pp: 2}", "batch.global_size=8"
     of_file, named = (loaded(2, *keys, f"pipeline.schedule={name}") for name in (file, "zb-h1"))
-    a, b = (Prediction(config, load("h100"), traced=True) for config in (of_file, named))
+    a, b = (Prediction(config, load("h100"), exact=True) for config in (of_file, named))
     assert (a.ranks, a.step) == (b.ranks, b.step)
     assert a.saves == {key: saved for key, saved in b.saves.items() if key != "batch.micro_size=1"}
     assert Prediction(of_file).memory == Prediction(named).memory
@@ -317,8 +263,8 @@ def counted(function: Callable, name: str, counts: Counter[str]) -> Callable:
 
 @pytest.mark.slow
 def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 131,072: two traces for what is and for each knob, which share the graphs of one block; no
-    list of ranks for each parameter or operator."""
+    """Of 131,072: the graphs of one block for what is and for each knob; no list of ranks for each
+    parameter or operator."""
     counts, offsets = Counter[str](), Layout._offsets
 
     def listed(*arguments: Any) -> list[int]:
@@ -326,11 +272,9 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
         counts["ranks"] += len(ranks)
         return ranks
 
-    for owner, name in ((extend, "trace_rank"), (compiled.Graph, "__init__"), (LiveBytes, "look")):
+    for owner, name in ((compiled.Graph, "__init__"), (LiveBytes, "look")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), name, counts))
     monkeypatch.setattr(Layout, "_offsets", listed)
-    monkeypatch.setattr(extend, "MIN_UNIT_SIZE", 0)
-    monkeypatch.setattr("meshtrain.parallel.fsdp.MIN_UNIT_SIZE", 0)
     overrides = [
         *LLAMA,
         "model.num_hidden_layers=40",
@@ -339,9 +283,9 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     overrides += ["batch.global_size=131072", "batch.micro_size=1"]
     predict("quickstart", overrides, [8] * 16384).saves  # noqa: B018  (computed when it is asked for)
-    assert (counts["trace_rank"], counts["__init__"]) == (6, 6)
-    assert counts["look"] < 30_000
-    assert counts["ranks"] < 20 * 6 * 131_072
+    assert counts["__init__"] == 6
+    assert counts["look"] < 10_000
+    assert counts["ranks"] < 10 * 131_072
 
 
 def test_a_run_says_before_it_starts_that_it_will_not_fit(

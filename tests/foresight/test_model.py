@@ -10,9 +10,10 @@ from torch import nn
 from meshtrain.config import Config
 from meshtrain.config.model_spec import model_spec
 from meshtrain.foresight.hardware import load
-from meshtrain.foresight.model import alike, kind_of, known_blocks, repeated, without
+from meshtrain.foresight.model import alike
 from meshtrain.foresight.prediction import Prediction
 from meshtrain.modeling.build import plain_model, spec_of
+from meshtrain.modeling.kinds import kind_of, known_blocks, repeated, without
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
 from tests.foresight.traced import LLAMA
 from tests.launching import ROOT

@@ -36,9 +36,6 @@ def block(scale: int = 1, sends: tuple[Send, ...] = ()) -> Work:
         forward,
         forward,
         replace(forward, attention_flops=0),
-        1e8,
-        1e8,
-        1e8,
     )
 
 
@@ -483,10 +480,10 @@ def test_what_another_framework_has_published() -> None:
         (*products, *scores, *products, *scores, *scores), 0, 3 * moved, 100, (*sends, *sends)
     )
     weights = (Parameter("layer.weight", (12 * hidden**2 // tp,)),)
-    layer = Work("layer", weights, forward, again, Pass(products, operators=4), 0, 0, 0)
+    layer = Work("layer", weights, forward, again, Pass(products, operators=4))
     ends = Pass((Product(s, words // tp, hidden),), 0, 6.0 * s * words // tp, 20)
     words_of_rank = (Parameter("head.weight", (words // tp, hidden)),)
-    head = Work("head", words_of_rank, ends, ends, ends, 0, 0, 0)
+    head = Work("head", words_of_rank, ends, ends, ends)
     layout = Layout({"pp": 8, "dp_replicate": 24, "tp": tp}).on_hosts([8] * 192)
     schedule = build("1f1b", ranks=8, microbatches=2304 // 24)
     bounds = [(i * layers // 8, (i + 1) * layers // 8 + (i == 7)) for i in range(8)]

@@ -29,7 +29,7 @@ Cheap gradients (norms, biases, embeddings) are computed at once.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -138,20 +138,23 @@ def weight_grad(
         if not has_gradient_hooks(parameter):
             ctx.queue.add(DeferredWeightGrad(ctx.weights[index], parameter, compute, write))
             return None
-    if not _around:
-        return add_or_compute(node, compute, write)
-    with _around[-1]():
+    with noticed():
         return add_or_compute(node, compute, write)
 
 
-# What is entered around each weight gradient that a backward computes; see `around_weight_grads`.
+# What is entered around each weight gradient that is computed; see `around_weight_grads`.
 _around: list[Callable[[], AbstractContextManager[object]]] = []
+
+
+def noticed() -> AbstractContextManager[object]:
+    """What encloses the computation of a weight gradient."""
+    return _around[-1]() if _around else nullcontext()
 
 
 @contextmanager
 def around_weight_grads(enter: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Inside, each weight gradient that a layer's backward computes at once is computed in a
-    context of its own, by which foresight tells it from input gradients."""
+    """Inside, each weight gradient that is not put off is computed in a context of its own, by
+    which foresight tells it from what else a step computes."""
     _around.append(enter)
     try:
         yield

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -44,6 +45,8 @@ class Subject:
     copy: Callable[[], nn.Module] | None = None
     # The arguments of a forward, on any device, of which shapes and dtypes count.
     inputs: Sequence[Tensor | None] | None = None
+    # What a forward with such inputs shows (a `probe.Whole`), if that may be known already.
+    whole: Callable[[Sequence[Tensor | None]], Any] | None = None
     # The model gets tokens and returns a logit for each word of its vocabulary.
     is_language_model: bool = False
     # For each pipeline stage, its first block and the one after its last.
