@@ -93,8 +93,8 @@ class Looks:
 
     def _end(self, look: str) -> None:
         self._calls.disable()
-        process_s = time.process_time() - self._began[0]
         thread_s = time.thread_time() - self._began[1]
+        process_s = time.process_time() - self._began[0]
         if look == "quiet":
             self._process.append(process_s)
             self._thread.append(thread_s)
