@@ -262,10 +262,10 @@ def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
 
 
 def ends_of_runs(works: Sequence[Work]) -> Iterator[int]:
-    """Yields the first and the last of each run of blocks of a kind. Memory grows or shrinks
-    steadily between them."""
-    for i, work in enumerate(works):
-        is_first = i == 0 or works[i - 1] is not work
-        is_last = i == len(works) - 1 or works[i + 1] is not work
-        if is_first or is_last:
+    """Yields the first two and the last two of each run of blocks of a kind. Between them memory
+    grows or shrinks steadily; a block at an end may have no neighbour whose message is beside it."""
+    for i in range(len(works)):
+        before, behind = works[max(i - 2, 0) : i], works[i + 1 : i + 3]
+        is_inside = len(before) == len(behind) == 2
+        if not (is_inside and all(work is works[i] for work in (*before, *behind))):
             yield i
