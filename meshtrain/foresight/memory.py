@@ -263,7 +263,7 @@ def _held(config: Config, layout: Layout, works: Sequence[Work]) -> HeldBytes:
 
 def ends_of_runs(works: Sequence[Work]) -> Iterator[int]:
     """Yields the first two and the last two of each run of blocks of a kind. Between them memory
-    grows or shrinks steadily; a block at an end may have no neighbour whose message is beside it."""
+    grows or shrinks steadily; a block at an end may have no neighbour's message beside it."""
     for i in range(len(works)):
         before, behind = works[max(i - 2, 0) : i], works[i + 1 : i + 3]
         is_inside = len(before) == len(behind) == 2
