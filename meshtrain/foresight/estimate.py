@@ -169,10 +169,9 @@ class Estimates:
         forward, backward = self._passes_of[key]
         forward *= shape.time
         backward *= shape.time
-        total = (count + shape.idle) * (forward + backward)
-        total += self._between_data_ranks(
-            candidate, placed, sketch, shape, count, forward, backward
-        )
+        passes = forward, backward
+        total = (count + shape.idle) * sum(passes)
+        total += self._between_data_ranks(candidate, placed, sketch, shape, count, passes)
 
         memory, moving = self._memory(candidate, placed, sketch, shape, count)
         is_compiled = self._prediction.compiled and not deferred
@@ -186,12 +185,12 @@ class Estimates:
         sketch: Sketch,
         shape: Shape,
         count: int,
-        forward: float,
-        backward: float,
+        passes: tuple[float, float],
     ) -> float:
         """Seconds that messages over data ranks add to a step, with all parameters of the rank in
         as many as it has blocks."""
         layout, settings = candidate.layout, candidate.settings
+        forward, backward = passes
         added = 0.0
         if placed.fsdp > 1:
             gathered = shape.parameters * (sketch["fsdp", "elements"] + sketch["efsdp", "elements"])
