@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LIMIT = 32  # predictions in full
 FIRST_TABLE_S = 3.0  # a search that takes longer shows what it has estimated
 LATE_S = 8.0  # until then all candidates should have been estimated
+FEWEST = 20  # that may fit: of fewer a table says nothing
 PROGRESS_S = 0.5, 10.0  # between two lines of progress: on a terminal, and else
 TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")
 
@@ -135,7 +136,7 @@ class _Progress:
         now = time.monotonic()
         count = len(search.firsts)
         is_late = now - self.begin > LATE_S
-        is_first = is_late and not self.tabled
+        is_first = is_late and not self.tabled and len(search.heap) >= FEWEST
         is_last = search.is_ranked and self.tabled < count
         if is_first or is_last:
             self.tabled = count
