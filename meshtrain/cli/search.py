@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LIMIT = 32  # predictions in full
 FIRST_TABLE_S = 3.0  # a search that takes longer shows what it has estimated
 LATE_S = 8.0  # until then all candidates should have been estimated
+FEWEST = 20  # that may fit: of fewer a table says nothing
 PROGRESS_S = 0.5, 10.0  # between two lines of progress: on a terminal, and else
 TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")
 
@@ -122,25 +123,29 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Progress:
-    """A line on stderr that says how far the search is, and its first table."""
+    """A line on stderr that says how far the search is, and tables of what it has estimated: of the
+    first candidates if it is late, and of all."""
 
     def __init__(self, begin: float) -> None:
         self.begin = begin
         self.is_terminal = sys.stderr.isatty()
         self.last = begin
-        self.has_table = False
+        self.tabled = 0  # how many candidates the last table was of
 
     def __call__(self, search: "Search") -> None:
         now = time.monotonic()
+        count = len(search.firsts)
         is_late = now - self.begin > LATE_S
-        if (search.is_ranked or is_late) and not self.has_table:
-            self.has_table = True
+        is_first = is_late and not self.tabled and len(search.heap) >= FEWEST
+        is_last = search.is_ranked and self.tabled < count
+        if is_first or is_last:
+            self.tabled = count
             if now - self.begin > FIRST_TABLE_S:
                 self._print_table(search, now)
         if now - self.last < PROGRESS_S[not self.is_terminal]:
             return
         self.last = now
-        line = f"{len(search.firsts):,} candidates"
+        line = f"{count:,} candidates"
         if search.is_ranked:
             line = f"{search.looked:,} of {line} looked at, {search.predicted:,} predicted"
         if search.places:

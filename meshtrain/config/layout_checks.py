@@ -8,12 +8,13 @@ without a world size, a size may be -1.
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from meshtrain.config.checks import OF_TOKENS
 from meshtrain.config.convert import INVALID
 from meshtrain.config.draft import ConfigDraft
-from meshtrain.config.model_spec import draft_model
+from meshtrain.config.model_spec import ModelSpec, draft_model
 from meshtrain.config.own_loss import (
     OVER_WHOLE_SAMPLES,
     LossFunctions,
@@ -352,12 +353,19 @@ def check_experts(draft: ConfigDraft, sizes: Sizes) -> None:
         return
 
     try:
-        counts = expert_modules(spec.meta, plan)
+        fewest = _fewest_experts(spec)
     except SplitError as error:
         draft.refuse(name, *error.problems)
         return
     if -1 not in sizes.values():
-        _check_expert_ranks(draft, Layout(sizes), min(counts.values()))
+        _check_expert_ranks(draft, Layout(sizes), fewest)
+
+
+@lru_cache(maxsize=8)
+def _fewest_experts(spec: ModelSpec) -> int:
+    """The number of experts in the layer that has the fewest. Remembered: a search asks for each
+    layout, and a large model has thousands of modules. Raises SplitError."""
+    return min(expert_modules(spec.meta, spec.plan("ep_plan")).values())
 
 
 def _check_expert_ranks(draft: ConfigDraft, layout: Layout, experts: int) -> None:

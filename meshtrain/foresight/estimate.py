@@ -4,6 +4,9 @@ A few layouts are traced. What a block computes, sends and keeps is affine in 1 
 so the others follow from these, and what a setting of SAVINGS changes is taken from one layout for
 all. A pipeline is its busiest rank, and the microbatches for which that waits. Whatever is worth a
 second look is predicted in full.
+
+A search asks for tens of thousands of estimates, so each thing is computed once for all candidates
+that have it in common: what is said of a layout, of its blocks, and of one pass through them.
 """
 
 from collections import defaultdict
@@ -17,12 +20,24 @@ from typing import Any, NamedTuple
 from meshtrain.config import Config, spec_of
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
-from meshtrain.foresight.blocks import works_of
+from meshtrain.foresight.blocks import SENT_OVER, works_of
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import compute_size, held_bytes, master_size
 from meshtrain.foresight.prediction import Prediction, split_of
 from meshtrain.foresight.schedules import held_by_ranks, short_schedule
+from meshtrain.foresight.space import (
+    CONTEXT,
+    MICRO,
+    RECOMPUTE,
+    REGATHER,
+    RESHARD,
+    SCHEDULE,
+    SEQUENCE,
+    STAGES,
+    ZERO,
+    Candidate,
+)
 from meshtrain.foresight.steptime import NAMES, cost, makespan
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
@@ -34,6 +49,8 @@ from meshtrain.pipeline.schedule import build
 LEAST, MOST = 0.6, 1.25
 COMPILED = 0.5
 MOST_STAGES = 8  # on a rank of an interleaved schedule, in a search
+# Of a candidate, what changes the work of its blocks besides sizes.
+OF_BLOCKS = (RECOMPUTE, REGATHER, CONTEXT, SEQUENCE)
 
 # A number of all blocks for one microbatch -> its value. Of messages: (pass, axis, kind, "bytes"),
 # "times", and the seconds of the products "beside" which they travel.
@@ -46,6 +63,43 @@ class Estimate(NamedTuple):
     seconds: float
     least_memory: float
     most_memory: float
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout as all estimates of it read it: sizes of axes, the ranks that share a batch
+    (`readers`), the group of each axis over which blocks send, and the number of ranks over which
+    parameters are sharded, by the axis that shards them. `key` tells apart what differs in any of
+    the groups."""
+
+    pp: int
+    cp: int
+    tp: int
+    experts: int
+    fsdp: int
+    copies: int
+    readers: int
+    groups: Mapping[str, Group]
+    shards: Mapping[str, int]
+    key: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Placed":
+        groups = {axis: Group.of(layout, axis) for axis in SENT_OVER}
+        return cls(
+            pp=layout.size("pp"),
+            cp=layout.size("cp"),
+            tp=layout.size("tp"),
+            experts=layout.experts,
+            fsdp=layout.size("fsdp"),
+            copies=layout.size("dp_replicate"),
+            readers=layout.size(*DATA_AXES),
+            groups=groups,
+            shards={"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp"), "": 1},
+            key=tuple(
+                (group.ranks, group.on_host, group.ranks_of_host) for group in groups.values()
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -70,81 +124,106 @@ class Estimates:
         self.config = replace(config, spec=spec)
         self.hardware = hardware
         self.has_experts = spec.plan("ep_plan") is not None
-        self._known: dict[tuple[Any, ...], Sketch | InputError] = {}
-        self._sums: dict[tuple[Any, ...], Sketch] = {}
-        self._passes_of: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._prediction = Prediction(self.config, hardware)
 
-    def of(self, config: Config, scheduled: bool) -> Estimate:
-        """For a candidate's config. Not `scheduled`: the least that it takes with any schedule."""
-        layout = config.resolved
-        assert layout is not None
-        parallel, precision = config.parallel, config.train.precision
-        count = microbatches(
-            config.batch.sizes.largest, config.batch.micro_size, layout.size(*DATA_AXES)
-        )
-        sketch = self._sketch(config, layout)
-        pp, fsdp = layout.size("pp"), layout.size("fsdp")
+        precision = config.train.precision
+        self.samples = config.batch.sizes.largest
+        self.element, self.master = compute_size(precision), master_size(precision)
+        in_bfloat16 = config.parallel.reduce_precision == "bfloat16"
+        self.message = 2 if in_bfloat16 else self.master
+
+        self._placed: dict[tuple[Any, ...], Placed] = {}
+        self._sketches: dict[tuple[Any, ...], Sketch] = {}
+        self._traces: dict[tuple[Any, ...], Sketch | InputError] = {}
+        self._passes_of: dict[tuple[Any, ...], tuple[float, float]] = {}
+        self._shares: dict[tuple[Any, ...], Sketch] = {}  # of pipelines
+
+    def of(self, candidate: Candidate, scheduled: bool) -> Estimate:
+        """Not `scheduled`: the least that it takes with any schedule."""
+        layout, settings = candidate.layout, candidate.settings
+        name = layout.shape, layout.experts, layout.context_heads
+        if name not in self._placed:
+            self._placed[name] = Placed.of(layout)
+        placed = self._placed[name]
+        count = microbatches(self.samples, settings[MICRO], placed.readers)
+
         shape = Shape()
         deferred = False
-        if pp > 1 and not scheduled:
-            idle, held = _least_waits(pp, count)
-            shape = Shape(1 / pp, 1 / pp, 1 / pp, idle, held)
-        elif pp > 1:
-            shape = self._shape(config, pp, count)
-            section = config.pipeline
-            deferred = short_schedule(section.schedule, pp, section.stages_per_rank).splits_backward
+        if placed.pp > 1 and not scheduled:
+            part = 1 / placed.pp
+            idle, held = _least_waits(placed.pp, count)
+            shape = Shape(part, part, part, idle, held)
+        elif placed.pp > 1:
+            schedule = short_schedule(settings[SCHEDULE], placed.pp, settings[STAGES])
+            shape = self._shape(candidate, schedule.stages_per_rank, count)
+            deferred = schedule.splits_backward
 
-        placed = layout.shape, layout.experts, layout.context_heads
-        key = *placed, config.batch.micro_size, _settings(config), deferred
+        # Candidates that differ in data ranks and stages have these in common.
+        kind = placed.tp, placed.cp, placed.experts, settings[MICRO], _of_blocks(candidate)
+        if kind not in self._sketches:
+            self._sketches[kind] = self._sketch(candidate)
+        sketch = self._sketches[kind]
+        key = kind, placed.key, deferred
         if key not in self._passes_of:
-            self._passes_of[key] = self._passes(sketch, layout, deferred)
+            self._passes_of[key] = self._passes(sketch, placed.groups, deferred)
         forward, backward = self._passes_of[key]
         forward *= shape.time
         backward *= shape.time
-        total = (count + shape.idle) * (forward + backward)
+        passes = forward, backward
+        total = (count + shape.idle) * sum(passes)
+        total += self._between_data_ranks(candidate, placed, sketch, shape, count, passes)
 
-        # Messages over data ranks, with all parameters of the rank in as many as it has blocks.
-        gathers_again = parallel.reshard_after_forward and pp == 1
-        own = shape.parameters
-        element = compute_size(precision)
-        message = 2 if parallel.reduce_precision == "bfloat16" else master_size(precision)
-        if fsdp > 1:
-            gathered = own * (sketch["fsdp", "elements"] + sketch["efsdp", "elements"])
-            units = max(1, round(sketch["blocks",] / pp))
-            others = (fsdp - 1) / fsdp
-            group = Group.of(layout, "fsdp")
-            times = count if gathers_again else 1
-            ahead = seconds("all_gather", others * element * gathered, group, self.hardware, units)
-            after = seconds(
-                "reduce_scatter", others * message * gathered, group, self.hardware, units
-            )
-            total += times * self._beside(ahead, forward, units)
-            total += times * self._beside(after, backward, units)
-            if gathers_again:
-                total += times * self._beside(ahead, backward, units)
-        copies = layout.size("dp_replicate")
-        shards = {"fsdp": fsdp, "efsdp": layout.size("efsdp"), "": 1}
-        if copies > 1:
-            summed = own * sum(sketch[axis, "trained"] / n for axis, n in shards.items())
-            sent = 2 * (copies - 1) / copies * message * summed
-            took = seconds("all_reduce", sent, Group.of(layout, "dp_replicate"), self.hardware)
-            if parallel.shard_optimizer:
-                total += took / 2 + self._beside(took / 2, backward, 10)
-            else:
-                total += self._beside(took, backward, 10)
-
-        memory, moving = self._memory(config, layout, sketch, shape, shards, count)
+        memory, moving = self._memory(candidate, placed, sketch, shape, count)
         is_compiled = self._prediction.compiled and not deferred
         least = COMPILED if is_compiled else LEAST
         return Estimate(total, memory + least * moving, memory + MOST * moving)
+
+    def _between_data_ranks(
+        self,
+        candidate: Candidate,
+        placed: Placed,
+        sketch: Sketch,
+        shape: Shape,
+        count: int,
+        passes: tuple[float, float],
+    ) -> float:
+        """Seconds that messages over data ranks add to a step, with all parameters of the rank in
+        as many as it has blocks."""
+        layout, settings = candidate.layout, candidate.settings
+        forward, backward = passes
+        added = 0.0
+        if placed.fsdp > 1:
+            gathered = shape.parameters * (sketch["fsdp", "elements"] + sketch["efsdp", "elements"])
+            units = max(1, round(sketch["blocks",] / placed.pp))
+            sent = (placed.fsdp - 1) / placed.fsdp * gathered
+            group = Group.of(layout, "fsdp")
+            gathers_again = settings[RESHARD] and placed.pp == 1
+            times = count if gathers_again else 1
+            ahead = seconds("all_gather", self.element * sent, group, self.hardware, units)
+            after = seconds("reduce_scatter", self.message * sent, group, self.hardware, units)
+            added += times * self._beside(ahead, forward, units)
+            added += times * self._beside(after, backward, units)
+            if gathers_again:
+                added += times * self._beside(ahead, backward, units)
+        if placed.copies > 1:
+            trained = sum(sketch[axis, "trained"] / n for axis, n in placed.shards.items())
+            share = 2 * (placed.copies - 1) / placed.copies
+            sent = share * self.message * shape.parameters * trained
+            took = seconds("all_reduce", sent, Group.of(layout, "dp_replicate"), self.hardware)
+            if settings[ZERO]:
+                added += took / 2 + self._beside(took / 2, backward, 10)
+            else:
+                added += self._beside(took, backward, 10)
+        return added
 
     def _beside(self, took: float, computing: float, parts: int) -> float:
         """What messages in so many parts, which travel beside computing, add to it."""
         exposed = max(took / parts, took - computing)
         return exposed + self.hardware.compute.contention * (took - exposed)
 
-    def _passes(self, sketch: Sketch, layout: Layout, deferred: bool) -> tuple[float, float]:
+    def _passes(
+        self, sketch: Sketch, groups: Mapping[str, Group], deferred: bool
+    ) -> tuple[float, float]:
         """Seconds of the forward and the backward of all blocks, for one microbatch."""
         took = {"forward": sketch["forward",], "backward": sketch["backward",]}
         for key, nbytes in sketch.items():
@@ -152,7 +231,7 @@ class Estimates:
                 continue
             name, axis, kind, _ = key
             times = round(sketch[name, axis, kind, "times"])
-            sending = seconds(kind, nbytes, Group.of(layout, axis), self.hardware, times)
+            sending = seconds(kind, nbytes, groups[axis], self.hardware, times)
             if not deferred:
                 overlapped = min(sending, sketch[name, axis, kind, "beside"])
                 sending -= (1 - self.hardware.compute.contention) * overlapped
@@ -160,31 +239,23 @@ class Estimates:
         return took["forward"], took["backward"]
 
     def _memory(
-        self,
-        config: Config,
-        layout: Layout,
-        sketch: Sketch,
-        shape: Shape,
-        shards: Mapping[str, int],
-        count: int,
+        self, candidate: Candidate, placed: Placed, sketch: Sketch, shape: Shape, count: int
     ) -> tuple[float, float]:
         """Bytes that a rank keeps of its parameters, gathered ones included, and of activations."""
-        parallel = config.parallel
-        element, master = compute_size(config.train.precision), master_size(config.train.precision)
-        pp, fsdp = layout.size("pp"), layout.size("fsdp")
+        settings, element, master = candidate.settings, self.element, self.master
         kept = 0.0
-        for axis, ranks in shards.items():
+        for axis, ranks in placed.shards.items():
             states = sketch[axis, "states"] / ranks
-            if parallel.shard_optimizer:
-                states /= layout.size("dp_replicate")
+            if settings[ZERO]:
+                states /= placed.copies
             kept += sketch[axis, "kept"] / ranks + states
         elements = sketch["fsdp", "elements"] + sketch["efsdp", "elements"]
-        if fsdp == 1:
+        if placed.fsdp == 1:
             kept += element * elements if element < master else 0.0
-        elif pp > 1 or not parallel.reshard_after_forward:
+        elif placed.pp > 1 or not settings[RESHARD]:
             kept += element * elements
             if count > 1:  # whole gradients are summed up
-                kept += master * (1 - 1 / fsdp) * elements
+                kept += master * (1 - 1 / placed.fsdp) * elements
         else:
             # The messages with three units of parameters and with one of gradients.
             kept += (3 * element + master) * elements / sketch["blocks",]
@@ -194,53 +265,51 @@ class Estimates:
 
     # What is traced -------------------------------------------------------------------------------
 
-    def _sketch(self, config: Config, layout: Layout) -> Sketch:
-        parallel = config.parallel
+    def _sketch(self, candidate: Candidate) -> Sketch:
+        layout = candidate.layout
         tp, cp, ep = layout.size("tp"), layout.size("cp"), layout.experts
-        key = tp, cp, ep, config.batch.micro_size, _settings(config)
-        if key not in self._sums:
-            first = replace(config, parallel=replace(parallel, recompute="none", regather=False))
-            sketch = self._over_ep(first, tp, ep)
-            few, usual = min(tp, 2), 2 if self.has_experts else 1
-            if cp > 1:
-                # affine in 1 / cp, from one rank and two
-                one, two = self._traced(first, few, 1, usual), self._traced(first, few, 2, usual)
-                sketch = _changed(sketch, one, _affine(one, two, 2 * (1 - 1 / cp)))
-            for name in ("recompute", "regather"):
-                value = getattr(parallel, name)
-                if value != getattr(first.parallel, name):
-                    other = replace(first, parallel=replace(first.parallel, **{name: value}))
-                    before = self._traced(first, few, 1, usual)
-                    sketch = _changed(sketch, before, self._traced(other, few, 1, usual))
-            self._sums[key] = sketch
-        return self._sums[key]
+        first = candidate.changed({RECOMPUTE: "none", REGATHER: False})
+        sketch = self._over_ep(first, tp, ep)
+        few, usual = min(tp, 2), 2 if self.has_experts else 1
+        if cp > 1:
+            # affine in 1 / cp, from one rank and two
+            one, two = self._traced(first, few, 1, usual), self._traced(first, few, 2, usual)
+            sketch = _changed(sketch, one, _affine(one, two, 2 * (1 - 1 / cp)))
+        for key in (RECOMPUTE, REGATHER):
+            value = candidate.settings[key]
+            if value != first.settings[key]:
+                before = self._traced(first, few, 1, usual)
+                after = self._traced(first.changed({key: value}), few, 1, usual)
+                sketch = _changed(sketch, before, after)
+        return sketch
 
-    def _over_ep(self, config: Config, tp: int, ep: int) -> Sketch:
+    def _over_ep(self, candidate: Candidate, tp: int, ep: int) -> Sketch:
         """Affine in 1 / ep, from two ranks and as many as the model takes of 16."""
         if ep <= 2:
-            return self._traced(config, tp, 1, ep)
-        few = self._traced(config, tp, 1, 2)
+            return self._traced(candidate, tp, 1, ep)
+        few = self._traced(candidate, tp, 1, 2)
         for many in (16, 8, 4):
             try:
-                more = self._traced(config, tp, 1, many)
+                more = self._traced(candidate, tp, 1, many)
             except InputError:
                 continue
             return _affine(few, more, (1 / 2 - 1 / ep) / (1 / 2 - 1 / many))
         return few
 
-    def _traced(self, config: Config, tp: int, cp: int, ep: int) -> Sketch:
-        key = tp, cp, ep, config.batch.micro_size, _settings(config)
-        if key not in self._known:
+    def _traced(self, candidate: Candidate, tp: int, cp: int, ep: int) -> Sketch:
+        key = tp, cp, ep, candidate.settings[MICRO], _of_blocks(candidate)
+        if key not in self._traces:
             ranks = max(1, ep // (cp * tp))
             layout = Layout({"dp_shard": ranks, "cp": cp, "tp": tp}).with_experts(ep)
             try:
-                self._known[key] = self._sum(works_of(config, layout), layout)
+                works = works_of(candidate.apply(self.config), layout)
+                self._traces[key] = self._sum(works, layout)
             except InputError as error:
-                self._known[key] = error
-        known = self._known[key]
-        if isinstance(known, InputError):
-            raise known
-        return known
+                self._traces[key] = error
+        traced = self._traces[key]
+        if isinstance(traced, InputError):
+            raise traced
+        return traced
 
     def _sum(self, works: Sequence[Work], layout: Layout) -> Sketch:
         """Over all blocks."""
@@ -274,39 +343,36 @@ class Estimates:
 
     # Pipelines ------------------------------------------------------------------------------------
 
-    def _shape(self, config: Config, ranks: int, count: int) -> Shape:
-        section = config.pipeline
-        schedule = short_schedule(section.schedule, ranks, section.stages_per_rank)
-        key = section.schedule, ranks, section.stages_per_rank
-        if key not in self._sums:
-            split = split_of(
-                spec_of(self.config),
-                self.config.data.seq_len,
-                ranks,
-                schedule.stages_per_rank,
-                section.split,
-            )
-            first = replace(config, parallel=replace(config.parallel, recompute="none"))
-            # Any layout shows these shares.
-            one_sample = replace(first, batch=replace(first.batch, micro_size=1))
-            works = works_of(one_sample, Layout({"dp_shard": 1}))
-            elements = [float(work.elements) for work in works]
-            saved = [work.memory.saved for work in works]
-            shares: Sketch = {}
-            for name, values in (("parameters", elements), ("saved", saved)):
-                stages = [sum(values[first:end]) for first, end in split.bounds]
-                shares[name,] = _largest(stages, schedule.placement) / sum(values)
-            shares["time",] = _largest(split.costs, schedule.placement) / sum(split.costs)
-            self._sums[key] = shares
-        shares = self._sums[key]
-        idle, held = _waits(section.schedule, ranks, schedule.stages_per_rank, count)
+    def _shape(self, candidate: Candidate, per_rank: int, count: int) -> Shape:
+        name, ranks = candidate.settings[SCHEDULE], candidate.layout.size("pp")
+        key = name, ranks, per_rank
+        if key not in self._shares:
+            self._shares[key] = self._shares_of(candidate, per_rank)
+        shares = self._shares[key]
+        idle, held = _waits(name, ranks, per_rank, count)
         return Shape(shares["time",], shares["parameters",], shares["saved",], idle, held)
 
+    def _shares_of(self, candidate: Candidate, per_rank: int) -> Sketch:
+        """The largest share that a rank has of the model's time, parameters and activations."""
+        config, ranks = self.config, candidate.layout.size("pp")
+        spec = spec_of(config)
+        split = split_of(spec, config.data.seq_len, ranks, per_rank, config.pipeline.split)
+        schedule = short_schedule(candidate.settings[SCHEDULE], ranks, candidate.settings[STAGES])
+        # Any layout shows these shares.
+        one_sample = candidate.changed({RECOMPUTE: "none", MICRO: 1})
+        works = works_of(one_sample.apply(config), Layout({"dp_shard": 1}))
+        elements = [float(work.elements) for work in works]
+        saved = [work.memory.saved for work in works]
+        shares: Sketch = {}
+        for name, values in (("parameters", elements), ("saved", saved)):
+            stages = [sum(values[first:end]) for first, end in split.bounds]
+            shares[name,] = _largest(stages, schedule.placement) / sum(values)
+        shares["time",] = _largest(split.costs, schedule.placement) / sum(split.costs)
+        return shares
 
-def _settings(config: Config) -> tuple[Any, ...]:
-    """Of a candidate, what changes the work of its blocks besides sizes."""
-    parallel = config.parallel
-    return parallel.recompute, parallel.regather, parallel.context, parallel.sequence_parallel
+
+def _of_blocks(candidate: Candidate) -> tuple[Any, ...]:
+    return tuple(candidate.settings[key] for key in OF_BLOCKS)
 
 
 def _of_block(

@@ -18,7 +18,7 @@ from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction
-from meshtrain.foresight.space import SCHEDULE, STAGES, Candidate, Space, saves_as_much
+from meshtrain.foresight.space import RECOMPUTE, SCHEDULE, STAGES, Candidate, Space, saves_as_much
 
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 MARGIN = 0.05  # relative error of estimated seconds
@@ -35,15 +35,15 @@ class Forecast:
     """The functions by which a search judges candidates; tests pass their own.
 
     Attributes:
-        estimate: a first look at a config. Without a schedule (the second argument is false), the
-            least that it takes with any. Raises InputError.
-        predict: a prediction with `memory.total` (bytes of the fullest rank) and `step` (`seconds`;
-            `parts`: name -> seconds), each computed when it is read.
+        estimate: a first look at a candidate. Without a schedule (the second argument is false),
+            the least that it takes with any. Raises InputError.
+        predict: a prediction of a config, with `memory.total` (bytes of the fullest rank) and
+            `step` (`seconds`; `parts`: name -> seconds), each computed when it is read.
         memory: bytes available to a rank.
         margin: relative error of estimated seconds.
     """
 
-    estimate: Callable[[Config, bool], Estimate]
+    estimate: Callable[[Candidate, bool], Estimate]
     predict: Callable[[Config], Any]
     memory: float
     margin: float = MARGIN
@@ -178,7 +178,7 @@ class Search:
         not fit."""
         estimates = []
         for leaner in self.space.savings(candidate):
-            estimate = self.forecast.estimate(leaner.apply(self.config), False)
+            estimate = self.forecast.estimate(leaner, False)
             if estimate.least_memory > self.forecast.memory:
                 self.least = min(self.least, estimate.least_memory)
                 continue
@@ -215,7 +215,7 @@ class Search:
             if key in self.known or any(saves_as_much(candidate, other) for other in enough):
                 continue
             with self._refusals(first):
-                estimate = self.forecast.estimate(candidate.apply(self.config), True)
+                estimate = self.forecast.estimate(candidate, True)
                 candidate.estimate = estimate
                 self.known.add(key)
                 if estimate.least_memory > self.forecast.memory:
@@ -241,7 +241,7 @@ class Search:
     def _predict(self, candidate: Candidate, first: _First) -> None:
         first.waiting -= 1
         most = candidate.estimate.most_memory
-        kind = tuple(candidate.settings[key] for key in (SCHEDULE, STAGES, "parallel.recompute"))
+        kind = tuple(candidate.settings[key] for key in (SCHEDULE, STAGES, RECOMPUTE))
         if FEWER * self.shares.get(kind, 0.0) * most > self.forecast.memory:
             self._push_savings(candidate, first)
             return

@@ -30,7 +30,8 @@ from meshtrain.pipeline.schedule import NAMES
 MICRO, SCHEDULE, STAGES = "batch.micro_size", "pipeline.schedule", "pipeline.stages_per_rank"
 CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "parallel.expert_parallel"
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
-ZERO = "parallel.shard_optimizer"
+RECOMPUTE, REGATHER = "parallel.recompute", "parallel.regather"
+RESHARD, ZERO = "parallel.reshard_after_forward", "parallel.shard_optimizer"
 # may vary
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)
 # vary by default
@@ -206,7 +207,7 @@ class Space:
             COMPILE: _unique(parallel.compile, "auto"),
         }
         if self.has_experts:
-            options[EXPERTS] = [n for n in range(1, 4097) if layout.folds(n)]
+            options[EXPERTS] = layout.expert_sizes()
         if tp > 1:
             options[SEQUENCE] = _unique(parallel.sequence_parallel, None)
         # ZeRO-1 also where FSDP refuses it: there it has to be false.

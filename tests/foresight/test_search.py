@@ -69,7 +69,10 @@ def stand_in(memory: float = math.inf) -> Forecast:
         gathered = 4 * (not parallel.reshard_after_forward) * (shards > 1)
         return weights + kept / layout.size("tp", "cp") + gathered
 
-    def estimate(config: Config, scheduled: bool) -> Estimate:
+    base = load_small(16, "layout={dp_shard: -1}")
+
+    def estimate(candidate: Candidate, scheduled: bool) -> Estimate:
+        config = candidate.apply(base)
         total = memory_of(config)
         seconds = filled(config) if scheduled else work(config)
         return Estimate(seconds, 0.9 * total, 1.1 * total)
@@ -319,7 +322,7 @@ def test_estimates_are_near_predictions() -> None:
     ratios = []
     for candidate in every[:: len(every) // 20]:
         config = candidate.apply(searched.config)
-        estimate, prediction = estimates.of(config, True), Prediction(config, hardware)
+        estimate, prediction = estimates.of(candidate, True), Prediction(config, hardware)
         ratios.append(estimate.seconds / prediction.step.seconds)
         assert estimate.least_memory <= prediction.memory.total
     assert 0.85 <= median(ratios) <= 1.05
