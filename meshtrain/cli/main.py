@@ -49,8 +49,8 @@ COMMANDS = {
     ),
     "launch": (
         "meshtrain.launch.command",
-        "submit a job to SLURM, Kubernetes or SkyPilot: check its config, write its script",
-        "meshtrain launch configs/quickstart.yaml --to slurm --nodes 4 --gpus-per-node 8",
+        "check a job, and submit it to SLURM, Kubernetes or SkyPilot",
+        "meshtrain launch quickstart --to slurm --nodes 4 --gpus-per-node 8",
     ),
     "prepare": (
         "meshtrain.cli.prepare",

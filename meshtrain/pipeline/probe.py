@@ -110,8 +110,8 @@ class Whole:
     """What a forward of the whole model has shown."""
 
     outline: Outline
-    inputs: Inputs  # on the device where the model runs
-    device: torch.device
+    inputs: Inputs  # on the meta device
+    device: torch.device  # where the model runs
     forms: dict[bool, list[Any]]  # in training, and else -> what each block returns
     foreign: list[tuple[int, str]]  # (using block, name of a parameter that it does not hold)
 
@@ -122,16 +122,15 @@ def run_whole(model: nn.Module, inputs: Inputs) -> Whole:
     refuse_repeated(model)
     named_blocks = {name: m for name, m in model.named_modules() if m in set(blocks_of(model))}
     _refuse_containers(named_blocks)
-    on_meta = [_on_device(x, "meta") for x in inputs]
+    on_meta = [_on_device(x, torch.device("meta")) for x in inputs]
     try:
         return _recorded(model, on_meta, torch.device("meta"))
     except InputError:
         raise
     except Exception:  # any error of a model that reads values of a tensor
         _fill_with_zeros(model)
-    zeros = [_on_device(x, "cpu") for x in inputs]
     try:
-        return _recorded(model, zeros, torch.device("cpu"))
+        return _recorded(model, on_meta, torch.device("cpu"))
     except InputError:
         raise
     except Exception as error:
@@ -142,7 +141,7 @@ def run_whole(model: nn.Module, inputs: Inputs) -> Whole:
         ) from error
 
 
-def _on_device(x: Any, device: str) -> Any:
+def _on_device(x: Any, device: torch.device) -> Any:
     """An input with zeros as values."""
     if not isinstance(x, Tensor):
         return x
@@ -154,13 +153,15 @@ def _in_dtype(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _recorded(model: nn.Module, inputs: Inputs, device: torch.device) -> Whole:
+    """`inputs`: on the meta device, since what is found is kept."""
+    on_device = [_on_device(x, device) for x in inputs]
     uses = _Uses(model)
     forms = {}
     was_training = model.training
     for training in (True, False):
         model.train(training)
         with _keeps_nothing(model), uses, torch.set_grad_enabled(training):
-            model(*inputs)
+            model(*on_device)
         uses.end()
         forms[training] = uses.forms
     model.train(was_training)
@@ -343,7 +344,8 @@ class _Walk:
         with self._as_stage(), _Draws(self), torch.no_grad(), suppress(_LeaveForward):
             try:
                 # In the dtype in which a run gives them, as the stand-ins have it.
-                output = self._model(*(_in_dtype(x, self._dtype) for x in self._whole.inputs))
+                inputs = [_on_device(x, self._whole.device) for x in self._whole.inputs]
+                output = self._model(*(_in_dtype(x, self._dtype) for x in inputs))
             except StandInError as error:
                 self._refuse(f"{self._where()} it {error}")
             except InputError:
