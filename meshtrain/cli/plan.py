@@ -333,7 +333,12 @@ def _memory_lines(plan: Plan) -> list[str]:
     dtype = "float64" if precision == "float64" else "float32"
     active = "" if plan.experts is None else f"{plan.experts.active:,} active a token, "
     weights = memory.weight_bytes + memory.reference_bytes
-    together = weights + memory.gradient_bytes + memory.optimizer_bytes
+    together = weights + memory.gradient_bytes
+    states = f"{plan.optimizer} {bytes_text(memory.optimizer_bytes)}"
+    if plan.config.parallel.offloads_optimizer:
+        states += " in the host's memory"
+    else:
+        together += memory.optimizer_bytes
     reference = ""
     if memory.reference_bytes:
         reference = f"weights of the reference {bytes_text(memory.reference_bytes)}, "
@@ -347,7 +352,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"a rank keeps {bytes_text(together)} in {dtype}: "
         f"weights {bytes_text(memory.weight_bytes)}, {reference}"
         f"gradients {bytes_text(memory.gradient_bytes)}, "
-        f"{plan.optimizer} {bytes_text(memory.optimizer_bytes)}; {on_top} come on top",
+        f"{states}; {on_top} come on top",
     ]
 
 
@@ -483,12 +488,9 @@ def read_hardware(gpu: str | None, fabric: str | None) -> "list[Hardware]":
 def _check_fits(plan: Plan, hardware: "Hardware") -> None:
     """Raises InputError: no hosts were given, and what a rank keeps does not fit on the fewest."""
     memory, room = plan.memory, hardware.device.room
-    kept = (
-        memory.weight_bytes
-        + memory.reference_bytes
-        + memory.gradient_bytes
-        + memory.optimizer_bytes
-    )
+    kept = memory.weight_bytes + memory.reference_bytes + memory.gradient_bytes
+    if not plan.config.parallel.offloads_optimizer:
+        kept += memory.optimizer_bytes
     if kept <= room:
         return
     whole = kept * plan.layout.world_size

@@ -87,12 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     # these bring torch, as the model does
     from meshtrain.foresight.search import Search, forecast
-    from meshtrain.foresight.space import KEYS, USUAL, Space
+    from meshtrain.foresight.space import KEYS, OFFLOAD, USUAL, Space
 
     begin = time.monotonic()
     hosts = read_hosts(arguments.hosts)
     hardware, *other = read_hardware(arguments.gpu, arguments.fabric)
-    keys = read_keys(arguments.vary, arguments.keep, KEYS, USUAL)
+    usual = [key for key in USUAL if key != OFFLOAD or hardware.has_host_memory]
+    keys = read_keys(arguments.vary, arguments.keep, KEYS, usual)
 
     def load(changes: Sequence[str]) -> Config:
         overrides = [*arguments.overrides, *keys.overrides, *changes]

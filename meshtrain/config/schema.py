@@ -281,6 +281,14 @@ class ParallelSection:
     refused whose result for a document depends on the one before it in its row. `auto`: for a model
     of your own; those of meshtrain are compared on all layouts by its tests."""
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        return self.offload in ("optimizer", "both")
+
+    @property
+    def offloads_activations(self) -> bool:
+        return self.offload in ("activations", "both")
+
 
 @dataclass(frozen=True)
 class PipelineSection:

@@ -50,6 +50,7 @@ from meshtrain.layout import Layout
 from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.modeling.kinds import repeated
 from meshtrain.parallel.collectives import axis_group, implementations
+from meshtrain.parallel.host_link import HostLink
 from meshtrain.parallel.linear import ProductsLayer, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.mixed_precision import state_parameters
@@ -150,11 +151,16 @@ def _traced(
     *,
     compiles: bool = False,
     puts_off: bool = False,
+    offloads: bool = False,
 ) -> list[dict[int, Work]]:
     """Works of the blocks that are not like an earlier one, for each number of samples, traced on
-    as few ranks as possible. `puts_off`: of a backward without weight gradients. Raises
+    as few ranks as possible. `puts_off`: of a backward without weight gradients; `offloads`: of
+    blocks between their neighbours (`_with_neighbours`) that offload what they save. Raises
     InputError."""
-    skipped = repeated(alike(config))
+    first = alike(config)
+    skipped = repeated(first)
+    if offloads:
+        skipped = _without_neighbours(first)
     splits_backward = _splits_backward(config, layout)
     cp, tp = layout.size("cp"), layout.size("tp")
     for_experts = max(1, layout.experts // (cp * tp))
@@ -163,7 +169,9 @@ def _traced(
         config,
         layout=few.sizes,
         resolved=few,
-        parallel=replace(config.parallel, compile=compiles),
+        parallel=replace(
+            config.parallel, compile=compiles, offload="activations" if offloads else "none"
+        ),
     )
     of_samples = [
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * for_experts))
@@ -274,6 +282,71 @@ def _shared(
         forward=share(lambda of: of.forward),
         backward=(Live(share(backward)),),
     )
+
+
+# Offloading ---------------------------------------------------------------------------------------
+
+# How many of the last blocks are traced by themselves: what these have sent is still under way when
+# the backward begins.
+LAST = 4
+
+# Cache: `_key`, samples, and whether blocks are compiled -> works of blocks that offload.
+_offloading: dict[tuple[Any, ...], dict[int, Work]] = {}
+
+
+def offloading_works_of(
+    config: Config, layout: Layout, works: Sequence[Work], *, compiled: bool, exact: bool
+) -> tuple[Work, ...]:
+    """Works of blocks that offload what they save. `works`: of the same blocks without that, which
+    are `compiled` or not, with or without `exact` graphs (`compiled_works_of`).
+
+    While a block computes, copies of its neighbours are under way. So it is traced between blocks
+    like these, and with as many samples as a microbatch has: the limit of bytes under way does not
+    grow with them.
+    """
+    compiles = compiled and exact
+    key = _key(config, layout), config.batch.micro_size, compiles
+    if key not in _offloading:
+        [traced] = _traced(
+            config, layout, [config.batch.micro_size], compiles=compiles, offloads=True
+        )
+        _offloading[key] = traced
+    places = _with_neighbours(alike(config))
+    uncompiled = works_of(config, layout)
+    element = compute_size(config.train.precision)
+    offloading = {}
+    for i in set(places):
+        own = _offloading[key][i]
+        memory, offloaded = own.memory, own.offloaded
+        if compiled and not exact:
+            before, after = uncompiled[i].memory, works[i].memory
+            memory = _shared(memory, before, after, element)
+            offloaded *= after.saved / max(before.saved, 1)
+        memory = replace(memory, left=works[i].memory.left)
+        offloading[i] = replace(works[i], memory=memory, offloaded=offloaded)
+    return tuple(offloading[i] for i in places)
+
+
+def _with_neighbours(first: Sequence[int]) -> list[int]:
+    """For each block the last one that is like it and has neighbours like its own, and so is
+    furthest from the first blocks, which send what all of them share. `first`: the result of
+    `alike`."""
+    keys = []
+    for i in range(len(first)):
+        neighbours = tuple(first[max(i - 1, 0) : i + 2])
+        before_end = min(len(first) - i, LAST + 1)
+        keys.append((neighbours, before_end))
+    last = {key: i for i, key in enumerate(keys)}
+    return [last[key] for key in keys]
+
+
+def _without_neighbours(first: Sequence[int]) -> tuple[int, ...]:
+    """Indices of the blocks that neither stand for others in `_with_neighbours` nor are next to one
+    that does."""
+    kept = set()
+    for i in _with_neighbours(first):
+        kept |= {i - 1, i, i + 1}
+    return tuple(i for i in range(len(first)) if i not in kept)
 
 
 def _put_off_weight_grads(model: nn.Module, queue: WeightGradQueue) -> None:
@@ -406,17 +479,21 @@ class LiveSizes:
     forward: float = 0
     saved: float = 0
     sums: float = 0
+    sent: float = 0  # to the host in its forward
     backward: list[Live] = field(default_factory=lambda: [Live(0)])
     left: float = 0  # of activations when its backward is done, its input's gradient not counted
 
-    def enter(self, live: LiveBytes, input_bytes: float) -> None:
+    def enter(self, live: LiveBytes, input_bytes: float, link: HostLink) -> None:
         self.gradients = live.sizes[GRADIENTS]
-        self.level = live.total - self.gradients - input_bytes
+        # What is on its way to the host does not stay.
+        self.level = live.total - self.gradients - input_bytes - link.leaving_bytes
         self.forward = input_bytes
+        self.sent = -link.sent
 
-    def leave(self, live: LiveBytes, output_bytes: float) -> None:
+    def leave(self, live: LiveBytes, output_bytes: float, link: HostLink) -> None:
         self.sums = live.sizes[GRADIENTS] - self.gradients
-        self.saved = self._activations(live) - output_bytes
+        self.saved = self._activations(live) - output_bytes - link.leaving_bytes
+        self.sent += link.sent
 
     def look(self, live: LiveBytes, in_forward: bool) -> None:
         """Takes the live bytes after an operator of the block."""
@@ -530,7 +607,12 @@ class CountedStep(TracedStep):
         self.live.block = ""
 
     def _works(self, names: Mapping[nn.Module, str]) -> tuple[Work, ...]:
-        left = [self.sizes[name].left for name in names.values()]
+        sizes = [self.sizes[name] for name in names.values()]
+        if self.link is not None:
+            # The caller of a block may hold an input that has left, until the block returns.
+            for own, next_one in pairwise(sizes):
+                own.saved = next_one.level - own.level
+        left = [of_block.left for of_block in sizes]
         works = []
         # When the backward of a block is done, there is what it and those behind it have left.
         for (block, name), (here, behind) in zip(
@@ -556,21 +638,23 @@ class CountedStep(TracedStep):
             input_grad=input_grad,
             weight_grad=weight_grad,
             memory=replace(sizes.memory(), left=left),
+            offloaded=sizes.sent,
         )
 
     def _sized(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward that notes the live bytes around it."""
         first = first_argument(forward)
+        link = self.link or HostLink()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             sizes = self.sizes[name]
             inputs = first_input(first, args, kwargs)
-            sizes.enter(self.live, _nbytes(inputs))
+            sizes.enter(self.live, _nbytes(inputs), link)
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(sizes.leave_backward, self.live))
             output = forward(*args, **kwargs)
-            sizes.leave(self.live, _nbytes(output))
+            sizes.leave(self.live, _nbytes(output), link)
             # A view is a tensor of its own: the next block hooks its input's gradient.
             return output if name == self.last else output.view_as(output)
 

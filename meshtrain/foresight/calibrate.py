@@ -270,8 +270,8 @@ RINGS = ("all-gather", "reduce-scatter")  # of the collectives that the doctor t
 
 
 def with_links(hardware: Hardware, report: Path) -> Hardware:
-    """The hardware with links as measured by `meshtrain doctor --json`; links that it did not see
-    stay as they are. Raises InputError: not such a report."""
+    """The hardware with the links and the hosts' memory that `meshtrain doctor --json` has seen;
+    links that it did not see stay as they are. Raises InputError: not such a report."""
     try:
         cluster = parse_json(report.read_bytes())["seen"]
         pairs = cluster["timings"]["links"]
@@ -281,6 +281,7 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
             if row["what"] in RINGS and row["ranks"] > 1
         ]
         host_of = {rank: i for i, host in enumerate(cluster["hosts"]) for rank in host["ranks"]}
+        memories = [host["memory_gib"] for host in cluster["hosts"] if host.get("memory_gib")]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{report} is not what `meshtrain doctor --json` prints of a job with ranks: {error!r}"
@@ -313,7 +314,10 @@ def with_links(hardware: Hardware, report: Path) -> Hardware:
         if host_of[pair["source"]] != host_of[pair["target"]]
     ]:
         outside = replace(outside, bandwidth=median(between))
-    return replace(hardware, within_host=inside, between_hosts=outside)
+    host = hardware.host
+    if memories:
+        host = replace(host, memory_gib=min(memories))
+    return replace(hardware, within_host=inside, between_hosts=outside, host=host)
 
 
 @dataclass(frozen=True)

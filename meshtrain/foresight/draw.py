@@ -63,6 +63,9 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
         peak += f"; {bytes_text(room)} available to tensors: {memory.verdict(room)}"
     lines.append(peak)
 
+    if memory.host:
+        lines.append(f"  {_of_host(prediction)}")
+
     others = [
         f"pp {rank.pp} {bytes_text(rank.total)}" for rank in prediction.ranks if rank is not memory
     ]
@@ -75,6 +78,18 @@ def memory_of_ranks(prediction: "Prediction") -> list[str]:
     blocks = "compiled" if memory.compiled else "not compiled"
     lines.append(f"  {memory.source}: {HOW[memory.source]}; blocks are {blocks}")
     return lines
+
+
+def _of_host(prediction: "Prediction") -> str:
+    """`in the host's memory 9.1 GiB of a rank, at most 72.8 GiB of a host; 900 GiB available:
+    fits`"""
+    rank, host = bytes_text(prediction.memory.host), bytes_text(prediction.host_memory)
+    words = f"in the host's memory {rank} of a rank, at most {host} of a host"
+    room = None if prediction.hardware is None else prediction.hardware.host.room
+    if room is None:
+        return words
+    verdict = "fits" if prediction.fits_hosts else "does not fit"
+    return f"{words}; {bytes_text(room)} available: {verdict}"
 
 
 def _savings(prediction: "Prediction") -> list[str]:

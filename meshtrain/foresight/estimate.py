@@ -23,12 +23,14 @@ from meshtrain.errors import InputError
 from meshtrain.foresight.blocks import SENT_OVER, works_of
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.offload import seconds_beside_block
 from meshtrain.foresight.parameters import compute_size, held_bytes, master_size
 from meshtrain.foresight.prediction import Prediction, split_of
 from meshtrain.foresight.schedules import held_by_ranks, short_schedule
 from meshtrain.foresight.space import (
     CONTEXT,
     MICRO,
+    OFFLOAD,
     RECOMPUTE,
     REGATHER,
     RESHARD,
@@ -41,13 +43,18 @@ from meshtrain.foresight.space import (
 from meshtrain.foresight.steptime import NAMES, cost, makespan
 from meshtrain.foresight.work import Work
 from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.parallel.activation_offload import LEAST as LEAST_BYTES
+from meshtrain.parallel.host_link import LIMIT
+from meshtrain.parallel.parallelize import is_single_layer
 from meshtrain.pipeline.actions import ScheduleError
+from meshtrain.pipeline.partition import blocks_of
 from meshtrain.pipeline.schedule import NAMES as SCHEDULES
 from meshtrain.pipeline.schedule import build
 
 # Of estimated activations what is there, at least and at most; at least of compiled blocks.
 LEAST, MOST = 0.6, 1.25
 COMPILED = 0.5
+SEVERAL = 16  # tensors that a block saves: small ones stay on the device
 MOST_STAGES = 8  # on a rank of an interleaved schedule, in a search
 # Of a candidate, what changes the work of its blocks besides sizes.
 OF_BLOCKS = (RECOMPUTE, REGATHER, CONTEXT, SEQUENCE)
@@ -125,6 +132,8 @@ class Estimates:
         self.hardware = hardware
         self.has_experts = spec.plan("ep_plan") is not None
         self._prediction = Prediction(self.config, hardware)
+        blocks = enumerate(blocks_of(spec.meta))
+        self.offloading = [i for i, block in blocks if not is_single_layer(block)]
 
         precision = config.train.precision
         self.samples = config.batch.sizes.largest
@@ -169,9 +178,16 @@ class Estimates:
         forward, backward = self._passes_of[key]
         forward *= shape.time
         backward *= shape.time
+        if settings[OFFLOAD] == "both":
+            away = shape.saved * sketch["offloaded",]
+            forward += seconds_beside_block(away, forward, self.hardware)
+            backward += seconds_beside_block(away, backward, self.hardware)
         passes = forward, backward
         total = (count + shape.idle) * sum(passes)
         total += self._between_data_ranks(candidate, placed, sketch, shape, count, passes)
+        if settings[OFFLOAD] != "none":
+            states = shape.parameters * _states(candidate, placed, sketch)
+            total += self.hardware.host_seconds(states)  # and as much back, at the same time
 
         memory, moving = self._memory(candidate, placed, sketch, shape, count)
         is_compiled = self._prediction.compiled and not deferred
@@ -245,10 +261,9 @@ class Estimates:
         settings, element, master = candidate.settings, self.element, self.master
         kept = 0.0
         for axis, ranks in placed.shards.items():
-            states = sketch[axis, "states"] / ranks
-            if settings[ZERO]:
-                states /= placed.copies
-            kept += sketch[axis, "kept"] / ranks + states
+            kept += sketch[axis, "kept"] / ranks
+        if settings[OFFLOAD] == "none":
+            kept += _states(candidate, placed, sketch)
         elements = sketch["fsdp", "elements"] + sketch["efsdp", "elements"]
         if placed.fsdp == 1:
             kept += element * elements if element < master else 0.0
@@ -261,6 +276,10 @@ class Estimates:
             kept += (3 * element + master) * elements / sketch["blocks",]
         moving = (shape.held - 1) * shape.saved * sketch["saved",]
         peak = sketch["peak",] - sketch["saved",] * (1 - shape.saved)
+        if settings[OFFLOAD] == "both":
+            # Of what blocks save, copies under way are on the device, and what stays.
+            moving = (shape.held - 1) * shape.saved * (sketch["saved",] - sketch["offloaded",])
+            peak = sketch["block",]
         return shape.parameters * kept, moving + max(peak, 0.0)
 
     # What is traced -------------------------------------------------------------------------------
@@ -338,6 +357,12 @@ class Estimates:
             for before, work in zip(saved, works, strict=False)
         ]
         sums["saved",], sums["peak",] = saved[-1], max(lives)
+        saved_by = [works[i].memory.saved for i in self.offloading]
+        sums["offloaded",] = sum(nbytes for nbytes in saved_by if nbytes > SEVERAL * LEAST_BYTES)
+        sums["block",] = max(
+            live - before - max(work.memory.saved - 2 * LIMIT, 0.0)
+            for live, before, work in zip(lives, saved, works, strict=False)
+        )
         sums["blocks",] = len(works)
         return sums
 
@@ -369,6 +394,12 @@ class Estimates:
             shares[name,] = _largest(stages, schedule.placement) / sum(values)
         shares["time",] = _largest(split.costs, schedule.placement) / sum(split.costs)
         return shares
+
+
+def _states(candidate: Candidate, placed: Placed, sketch: Sketch) -> float:
+    """Bytes of the optimizer's states of all blocks, on a rank."""
+    states = sum(sketch[axis, "states"] / ranks for axis, ranks in placed.shards.items())
+    return states / placed.copies if candidate.settings[ZERO] else states
 
 
 def _of_blocks(candidate: Candidate) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from meshtrain.config.keys import key
 from meshtrain.config.yaml_reader import read_file
 from meshtrain.errors import InputError, nearest
 from meshtrain.job import locate
+from meshtrain.job.host_limits import SPARE
 
 Record = TypeVar("Record")
 
@@ -84,6 +85,20 @@ class Link:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host's memory, and the link of each GPU to it."""
+
+    # GB/s between a GPU and pinned memory, each way, both ways at the same time; None: not known
+    bandwidth: float | None = key(None, above=0)
+    memory_gib: float | None = key(None, above=0)  # of a host; None: not known
+
+    @property
+    def room(self) -> float | None:
+        """Bytes of a host's memory that a job may take; None: not known."""
+        return None if self.memory_gib is None else (1 - SPARE) * self.memory_gib * 2**30
+
+
 def _interpolated(table: Mapping[int, float], hosts: int) -> float:
     known = sorted(table)
     above = next((count for count in known if count >= hosts), known[-1])
@@ -102,6 +117,7 @@ class Hardware:
     compute: Compute
     within_host: Link
     between_hosts: Link
+    host: Host = Host()
     # relative error of predicted seconds of a step; by default that of the published ones that
     # tools/bench/published.py predicts by data sheets: two of three are closer
     error: float = key(0.15, above=0, below=1)
@@ -122,6 +138,22 @@ class Hardware:
                 f"has {known}"
             )
         return self.compute.peak[precision] * 1e12
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether what `parallel.offload` moves leaves the device: a CPU is its own host."""
+        return self.compute.asynchronous and self.host.bandwidth is not None
+
+    def host_seconds(self, nbytes: float) -> float:
+        """Seconds of so many bytes to the memory of the host, or back. Raises InputError: the file
+        does not give the link's rate."""
+        if self.host.bandwidth is None:
+            raise InputError(
+                f"the hardware {self.device.name} has no host.bandwidth, without which the time of "
+                "parallel.offload is not known: give the GB/s between a GPU and its host's memory, "
+                "such as host: {bandwidth: 50}"
+            )
+        return nbytes / (self.host.bandwidth * 1e9)
 
 
 def load(name: str) -> Hardware:

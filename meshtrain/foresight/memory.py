@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from meshtrain.config import Config
+from meshtrain.foresight.offload import state_visits
 from meshtrain.foresight.parameters import HeldBytes, compute_size, held_bytes, master_size
 from meshtrain.foresight.schedules import Held, HeldOfRank, held_by_ranks
 from meshtrain.foresight.units import Units
 from meshtrain.foresight.work import Live, Work, of_each, shard_counts
 from meshtrain.layout import Layout
+from meshtrain.optim.host_states import most_on_device
+from meshtrain.parallel.host_link import LIMIT
 from meshtrain.pipeline.actions import Schedule
 
 TIGHT = 0.92  # share of a device's memory above which the verdict is "tight"
@@ -21,6 +24,7 @@ REFERENCE = "reference weights"  # of `train.reference`
 COPIES = "16-bit copies"  # of the weights, on ranks whose weights FSDP does not gather
 GATHERED = "gathered weights"
 ACTIVATIONS = "activations"
+UPDATE = "update"  # tensors of the optimizer's update: with `parallel.offload` also states
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class RankMemory:
     parts: dict[str, float]
     moment: str
     pp: int = 0  # index of the rank on that axis
+    host: float = 0  # bytes of the host's memory, with `parallel.offload`
     compiled: bool = False  # whether the blocks are compiled
     # by blocks: arithmetic over what each takes; traced: every operator of the step was counted
     source: str = "by blocks"
@@ -66,12 +71,24 @@ def of_ranks(
     for rank, most_held in enumerate(held_by_ranks(schedule)):
         numbers = schedule.stages_of(rank)
         stages = [works[slice(*bounds[number])] for number in numbers]
-        # A stage keeps what it has handed on, from which its backward will start.
-        outputs = [handed_on * (number < schedule.stages - 1) for number in numbers]
-        own = _Rank(config, layout, stages, outputs, schedule.splits_backward)
+        ends = []
+        for number, stage in zip(numbers, stages, strict=True):
+            ends.append(handed_on * _kept_ends(number, schedule, stage))
+        own = _Rank(config, layout, stages, ends, schedule.splits_backward)
         cases = [own.memory(held, microbatches) for held in dict.fromkeys(most_held)]
-        ranks.append(replace(max(cases, key=lambda memory: memory.total), pp=rank))
+        fullest = max(cases, key=lambda memory: memory.total)
+        host = max(memory.host for memory in cases)
+        ranks.append(replace(fullest, pp=rank, host=host))
     return ranks
+
+
+def _kept_ends(number: int, schedule: Schedule, stage: Sequence[Work]) -> int:
+    """How many of its ends a stage keeps for each forward in flight, beside what its blocks save:
+    what it has handed on, from which its backward will start, and what it has received, if its
+    first block's copy of that is on the host."""
+    hands_on = number < schedule.stages - 1
+    has_received = number > 0 and stage[0].offloaded > 0
+    return hands_on + has_received
 
 
 class _Rank:
@@ -84,7 +101,8 @@ class _Rank:
         S_0 + ... + S_(i-1) + b_i     in its backward: the blocks behind it have freed theirs
 
     and all of S of its stage once more for each other forward in flight, which waits for its
-    backward. What is there of weights and gradients follows from the shapes of parameters, and from
+    backward. Of a block that offloads, S is what stays on the device, and copies under way count in
+    f and b. What is there of weights and gradients follows from the shapes of parameters, and from
     what FSDP does with them (parallel/fsdp.py).
     """
 
@@ -93,10 +111,10 @@ class _Rank:
         config: Config,
         layout: Layout,
         stages: Sequence[Sequence[Work]],
-        outputs: Sequence[float] = (0,),
+        ends: Sequence[float] = (0,),
         defers: bool = False,
     ) -> None:
-        """`outputs`: bytes that each stage keeps beside what its blocks save; `defers`: weight
+        """`ends`: bytes that each stage keeps beside what its blocks save; `defers`: weight
         gradients are computed later, for which a backward keeps what they need."""
         self.stages = stages
         self.works = [work for stage in stages for work in stage]
@@ -112,6 +130,19 @@ class _Rank:
             GRADIENTS: held.gradients,
             STATES: held.states,
         }
+        # Optimizer states may lie on the host: an update brings some at a time.
+        self.host = self.updating = 0
+        if config.parallel.offloads_optimizer:
+            visits = state_visits(
+                self.works,
+                layout,
+                config.train.precision,
+                config.optimizer,
+                config.parallel.shard_optimizer,
+            )
+            self.resident[STATES] = 0
+            self.host = sum(map(sum, visits))
+            self.updating = max(map(most_on_device, visits), default=0)
         models = 1
         if config.train.reference is not None:
             models = 2
@@ -119,14 +150,15 @@ class _Rank:
         if self.compute < self.master:
             self.resident[COPIES] = models * self.compute * self.units.whole
         # Of each stage, what its blocks save one after another, and what a forward in flight keeps.
+        self.offloaded = [sum(work.offloaded for work in stage) for stage in stages]
         self.saved: list[list[float]] = []
         self.waiting: list[float] = []
         # What its blocks from one on leave for weight gradients.
         self.left: list[list[float]] = []
-        for stage, output in zip(stages, outputs, strict=True):
+        for stage, kept_ends in zip(stages, ends, strict=True):
             saved = list(accumulate((work.memory.saved for work in stage), initial=0.0))
             self.saved.append(saved)
-            self.waiting.append(saved[-1] + output)
+            self.waiting.append(saved[-1] + kept_ends)
             left = [work.memory.left if defers else 0.0 for work in stage]
             self.left.append(list(accumulate(reversed(left), initial=0.0))[::-1])
 
@@ -138,7 +170,7 @@ class _Rank:
         if in_flight >= microbatches > 1:
             fewer = tuple(Held(max(stage.forwards - 1, 0), stage.backwards) for stage in held)
             cases.append((fewer, True))
-        fullest = dict(self.resident)
+        fullest = {**self.resident, UPDATE: self.updating}
         words = "update"
         for now_held, has_gradients in cases:
             for moment, parts in self._moments(now_held, has_gradients):
@@ -148,7 +180,15 @@ class _Rank:
             {part: size for part, size in self.resident.items() if size},
             {part: size for part, size in fullest.items() if size},
             words,
+            host=self._on_host(held),
         )
+
+    def _on_host(self, held: HeldOfRank) -> float:
+        """Bytes of the host's memory: states, and what forwards in flight have sent."""
+        sent = 0.0
+        for stage, offloaded in zip(held, self.offloaded, strict=True):
+            sent += stage.forwards * offloaded
+        return self.host + sent
 
     def _moments(
         self, held: HeldOfRank, has_gradients: bool
@@ -159,16 +199,19 @@ class _Rank:
         for count, waiting, left in zip(held, self.waiting, self.left, strict=True):
             everything += count.forwards * waiting + count.backwards * left[0]
         # A head that computes the loss sums its gradients over the forwards in flight.
-        sums = 0.0
+        sums = under_way = 0.0
         if sum(count.forwards for count in held) > 1:
             sums = self.works[-1].memory.sums
+            # A backward follows the forward of another microbatch, whose last blocks are leaving.
+            last_blocks = [work.offloaded for stage in self.stages for work in stage[-2:]]
+            under_way = min(sum(last_blocks), LIMIT)
         first = 0
         for stage, saved, left in zip(self.stages, self.saved, self.left, strict=True):
             # What it has handed on stays until its backward is done.
             others = max(everything - saved[-1], 0.0)
             for i in ends_of_runs(stage):
                 for moment, parts in self._moments_of(stage[i], first + i, has_gradients):
-                    behind = 0.0 if moment == "forward" else left[i + 1]
+                    behind = 0.0 if moment == "forward" else left[i + 1] + under_way
                     parts[ACTIVATIONS] += others + saved[i] + behind
                     parts[GRADIENTS] += 0.0 if stage[i].memory.sums else sums
                     yield f"{moment} of {stage[i].name}", parts

@@ -15,7 +15,12 @@ from meshtrain.data.order import microbatches
 from meshtrain.errors import yaml_text
 from meshtrain.foresight import hardware as hardware_files
 from meshtrain.foresight import memory, steptime
-from meshtrain.foresight.blocks import compiled_works_of, deferring_works_of, works_of
+from meshtrain.foresight.blocks import (
+    compiled_works_of,
+    deferring_works_of,
+    offloading_works_of,
+    works_of,
+)
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory
 from meshtrain.foresight.parameters import compute_size, master_size
@@ -34,6 +39,8 @@ from meshtrain.pipeline.partition import StageSplit, split_blocks
 SHORT = 32  # up to so many (microbatch, block) pairs a step is traced whole
 # Key -> its values: each takes less memory than the one before, and no less time.
 SAVINGS: dict[str, tuple[Any, ...]] = {
+    # `activations` alone is in no order with `optimizer`.
+    "parallel.offload": ("none", "optimizer", "both"),
     "parallel.recompute": ("none", "selective", "full"),
     "parallel.regather": (False, True),
     "parallel.reshard_after_forward": (False, True),
@@ -45,12 +52,19 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
     """The entries of SAVINGS that can save memory on a layout."""
     has_fsdp = layout.size("fsdp") > 1
     useful = {
+        "parallel.offload": True,
         "parallel.recompute": True,
         "parallel.regather": layout.size("tp") > 1,
         "parallel.reshard_after_forward": has_fsdp and layout.size("pp") == 1,
         "parallel.shard_optimizer": not has_fsdp and layout.size("dp_replicate") > 1,
     }
     return {key: values for key, values in SAVINGS.items() if useful[key]}
+
+
+def leaner_values(key: str, value: Any) -> tuple[Any, ...]:
+    """The values of an entry of SAVINGS that save more than this one, which save less first."""
+    values = SAVINGS[key]
+    return values[values.index(value) + 1 :] if value in values else values[-1:]
 
 
 class Prediction:
@@ -87,7 +101,25 @@ class Prediction:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """Work of each block, for one microbatch."""
+        if self.config.parallel.offloads_activations:
+            return self._works_in_memory  # of which it is known what leaves the device
         return works_of(self.config, self.layout)
+
+    @cached_property
+    def _works_in_memory(self) -> tuple[Work, ...]:
+        """`works` with the memory that they take as they are run."""
+        config, layout = self.config, self.layout
+        if self.compiled:
+            works = compiled_works_of(config, layout, exact=self.exact)
+        elif self.schedule is not None and self.schedule.splits_backward:
+            works = deferring_works_of(config, layout)
+        else:
+            works = works_of(config, layout)
+        if config.parallel.offloads_activations:
+            works = offloading_works_of(
+                config, layout, works, compiled=self.compiled, exact=self.exact
+            )
+        return works
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -137,12 +169,7 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of the first rank of the pipeline, of the fullest, and of the last."""
-        works = self.works
-        if self.compiled:
-            works = compiled_works_of(self.config, self.layout, exact=self.exact)
-        elif self.schedule is not None and self.schedule.splits_backward:
-            works = deferring_works_of(self.config, self.layout)
-        by_blocks = self._ranks_by_blocks(works)
+        by_blocks = self._ranks_by_blocks(self._works_in_memory)
         fullest = max(by_blocks, key=lambda rank: rank.total)
         chosen = sorted({0, fullest.pp, len(by_blocks) - 1})
         if self.exact and self._is_short:
@@ -178,6 +205,7 @@ class Prediction:
             moment=trace.moment,
             pp=pp,
             compiled=trace.compiled,
+            host=trace.host,
             source="traced",
         )
 
@@ -201,16 +229,36 @@ class Prediction:
     def _leaner_values(self) -> list[tuple[str, Any]]:
         """Keys with values that may take less memory than the config's."""
         pairs = []
-        for key, values in usable_savings(self.layout).items():
+        for key in usable_savings(self.layout):
+            if key == "parallel.offload" and not self._has_host_memory:
+                continue
             section, _, name = key.partition(".")
             now = getattr(getattr(self.config, section), name)
-            pairs += [(key, value) for value in values[values.index(now) + 1 :]]
+            pairs += [(key, value) for value in leaner_values(key, now)]
         size = self.config.batch.micro_size
         # The schedule of a file is made for a number of microbatches.
         from_file = self.schedule is not None and self.schedule.name.endswith(".csv")
         if size > 1 and not from_file:
             pairs.append(("batch.micro_size", size // 2))
         return pairs
+
+    @property
+    def _has_host_memory(self) -> bool:
+        """Whether what is offloaded leaves the device."""
+        return self.hardware is None or self.hardware.has_host_memory
+
+    @property
+    def host_memory(self) -> float:
+        """Most bytes that the ranks of a host together take of its memory, with
+        `parallel.offload`."""
+        most_ranks = max((span.count for span in self.layout.host_spans), default=1)
+        return most_ranks * max(rank.host for rank in self.ranks)
+
+    @property
+    def fits_hosts(self) -> bool:
+        """Whether hosts have as much memory, as far as that is known."""
+        room = None if self.hardware is None else self.hardware.host.room
+        return room is None or self.host_memory <= room
 
     # Time -----------------------------------------------------------------------------------------
 
@@ -233,6 +281,7 @@ class Prediction:
             message_size=message_size,
             optimizer=config.optimizer,
             shards_optimizer=parallel.shard_optimizer,
+            states_on_host=parallel.offloads_optimizer,
             stored_as=self.spec.plan("stored_as") or {},
             tokens=samples * self.tokens_per_sample,
             # A backward has two products for each of the forward. For images they are unknown.
@@ -300,7 +349,11 @@ class Prediction:
     def json(self) -> dict[str, Any]:
         """The whole prediction for a program."""
         room = None if self.hardware is None else self.hardware.device.room
-        of_memory: dict[str, Any] = {**asdict(self.memory), "total": self.memory.total}
+        of_memory: dict[str, Any] = {
+            **asdict(self.memory),
+            "total": self.memory.total,
+            "of_host": self.host_memory,
+        }
         if self.exact:
             of_memory["ranks"] = [
                 {
@@ -310,6 +363,7 @@ class Prediction:
                     "peak": rank.total,
                     "when": rank.moment,
                     "source": rank.source,
+                    "host": rank.host,
                     "verdict": None if room is None else rank.verdict(room),
                 }
                 for rank in self.ranks
@@ -317,6 +371,7 @@ class Prediction:
         if self.hardware is None or room is None:
             return {"memory": of_memory}
         of_memory["verdict"] = self.memory.verdict(room)
+        of_memory["host_fits"] = self.fits_hosts
         if self.exact:
             of_memory["saves"] = {
                 change: {"bytes": fewer_bytes, "seconds": longer}

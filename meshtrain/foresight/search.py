@@ -18,7 +18,15 @@ from meshtrain.errors import InputError, bytes_text
 from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction
-from meshtrain.foresight.space import RECOMPUTE, SCHEDULE, STAGES, Candidate, Space, saves_as_much
+from meshtrain.foresight.space import (
+    OFFLOAD,
+    RECOMPUTE,
+    SCHEDULE,
+    STAGES,
+    Candidate,
+    Space,
+    saves_as_much,
+)
 
 NEAR = 0.05  # predictions that differ by less are no reason to prefer one
 MARGIN = 0.05  # relative error of estimated seconds
@@ -37,8 +45,9 @@ class Forecast:
     Attributes:
         estimate: a first look at a candidate. Without a schedule (the second argument is false),
             the least that it takes with any. Raises InputError.
-        predict: a prediction of a config, with `memory.total` (bytes of the fullest rank) and
-            `step` (`seconds`; `parts`: name -> seconds), each computed when it is read.
+        predict: a prediction of a config, with `memory.total` (bytes of the fullest rank),
+            `fits_hosts` (whether hosts have the memory for what it offloads) and `step`
+            (`seconds`; `parts`: name -> seconds), each computed when it is read.
         memory: bytes available to a rank.
         margin: relative error of estimated seconds.
     """
@@ -177,7 +186,10 @@ class Search:
         """The least that a candidate takes with any schedule and values of SAVINGS; None: it does
         not fit."""
         estimates = []
+        enough: list[Candidate] = []
         for leaner in self.space.savings(candidate):
+            if any(saves_as_much(leaner, other) for other in enough):
+                continue
             estimate = self.forecast.estimate(leaner, False)
             if estimate.least_memory > self.forecast.memory:
                 self.least = min(self.least, estimate.least_memory)
@@ -185,7 +197,9 @@ class Search:
             estimates.append(estimate)
             is_sure = candidate.layout.size("pp") == 1
             if is_sure and self.goal == "time" and estimate.most_memory <= self.forecast.memory:
-                break  # what saves more is not faster
+                enough.append(leaner)  # what saves more is not faster
+                if len(estimates) == 1:
+                    break
         if not estimates:
             return None
         return Estimate(*(min(numbers) for numbers in zip(*estimates, strict=True)))
@@ -253,6 +267,10 @@ class Search:
             if total > self.forecast.memory:
                 self.least = min(self.least, total)
                 self._push_savings(candidate, first)
+                return
+            if candidate.settings[OFFLOAD] != "none" and not candidate.prediction.fits_hosts:
+                # What offloads more takes more of the host's memory.
+                first.refused = "offload more than the memory of a host"
                 return
             first.fits = True
             self.predicted += 1

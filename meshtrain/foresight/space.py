@@ -20,7 +20,7 @@ from meshtrain.config.layout_checks import (
 )
 from meshtrain.config.schema import SECTIONS
 from meshtrain.errors import InputError, yaml_text
-from meshtrain.foresight.prediction import SAVINGS, usable_savings
+from meshtrain.foresight.prediction import SAVINGS, leaner_values, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule
 from meshtrain.foresight.schedules import short_schedule
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
@@ -32,6 +32,7 @@ CONTEXT, HEADS, EXPERTS = "parallel.context", "parallel.context_heads", "paralle
 SEQUENCE, COMPILE = "parallel.sequence_parallel", "parallel.compile"
 RECOMPUTE, REGATHER = "parallel.recompute", "parallel.regather"
 RESHARD, ZERO = "parallel.reshard_after_forward", "parallel.shard_optimizer"
+OFFLOAD = "parallel.offload"
 # may vary
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)
 # vary by default
@@ -294,19 +295,21 @@ class Space:
         """Yields a candidate with all values of SAVINGS that its layout can use, from its own on;
         those that save less come first."""
         values: dict[str, Sequence[Any]] = {}
-        for key, usable in usable_savings(candidate.layout).items():
+        for key in usable_savings(candidate.layout):
             if key in self.vary:
-                values[key] = usable[usable.index(candidate.settings[key]) :]
+                own = candidate.settings[key]
+                values[key] = own, *leaner_values(key, own)
         for chosen in itertools.product(*values.values()):
             yield candidate.changed(dict(zip(values, chosen, strict=True)))
 
 
 def saves_as_much(candidate: Candidate, other: Candidate) -> bool:
     """Whether a candidate has the other's values of SAVINGS, or such that save more."""
-    return all(
-        values.index(candidate.settings[key]) >= values.index(other.settings[key])
-        for key, values in SAVINGS.items()
-    )
+    for key in SAVINGS:
+        own, others = candidate.settings[key], other.settings[key]
+        if own != others and own not in leaner_values(key, others):
+            return False
+    return True
 
 
 def _what(rule: Rule) -> str:

@@ -11,6 +11,11 @@ from typing import Any, NamedTuple
 from meshtrain.config.schema import OptimizerSection
 from meshtrain.foresight.collective import Group, seconds
 from meshtrain.foresight.hardware import Hardware
+from meshtrain.foresight.offload import (
+    seconds_beside_block,
+    seconds_beside_update,
+    state_visits,
+)
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
 from meshtrain.foresight.work import Pass, Product, Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
@@ -32,6 +37,7 @@ NAMES = {  # resource that computing may wait for -> its name for people
     "attention": "attention",
     "traffic": "memory traffic",
     "launch": "kernel launches",
+    "host": "copies to the host's memory and back",
 }
 
 
@@ -52,6 +58,8 @@ class StepPlan:
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     # each copy over `dp_replicate` updates a part and gathers the others' (ZeRO-1)
     shards_optimizer: bool = False
+    # optimizer states come from the host's memory for an update, and go back
+    states_on_host: bool = False
     # how files divide the model's tensors, for an optimizer that updates matrix by matrix
     stored_as: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0.0  # of the whole step on all ranks, for the throughput
@@ -202,9 +210,22 @@ def block_costs(
                 took = seconds(send.kind, send.nbytes, group, hardware, send.times)
                 overlapped = min(took, _product_seconds(send.beside, hardware, precision))
                 spent[send.axis] -= (1 - hardware.compute.contention) * overlapped
+        if work.offloaded:
+            _add_host_copies(costs, work, hardware, deferred)
         return BlockCost(tuple(costs))
 
     return of_each(works, of_block)
+
+
+def _add_host_copies(costs: Sequence[Cost], work: Work, hardware: Hardware, deferred: bool) -> None:
+    """Adds what copies of saved tensors add to a block's forward, and those back to its backward.
+    `deferred`: see `block_costs`."""
+    forward, input_grad, weight_grad = costs
+    backward = input_grad.total()
+    if not deferred:
+        backward += weight_grad.total()
+    forward["host"] = seconds_beside_block(work.offloaded, forward.total(), hardware)
+    input_grad["host"] = seconds_beside_block(work.offloaded, backward, hardware)
 
 
 # Pipelines ----------------------------------------------------------------------------------------
@@ -294,6 +315,12 @@ def step_time(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> Step
     parts["idle of pp"] = share.idle
     parts |= messages.added
     parts["update"] = _update_seconds(share.works, plan, hardware)
+    if plan.states_on_host:
+        visits = state_visits(
+            share.works, layout, plan.precision, plan.optimizer, plan.shards_optimizer
+        )
+        added = seconds_beside_update(visits, parts["update"], hardware)
+        parts["copies of optimizer states"] = added
     parts = {name: part for name, part in parts.items() if part}
 
     total = sum(parts.values())

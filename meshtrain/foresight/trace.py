@@ -29,6 +29,7 @@ from meshtrain.foresight.memory import (
     GRADIENTS,
     REFERENCE,
     STATES,
+    UPDATE,
     WEIGHTS,
 )
 from meshtrain.foresight.model import alike, batch_of, untraced_errors
@@ -44,6 +45,7 @@ from meshtrain.optim.optimizer import Optimizer
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.fsdp import FSDPModule
 from meshtrain.parallel.grad_sync import gradient_syncs
+from meshtrain.parallel.host_link import HostLink, link_of
 from meshtrain.parallel.mixed_precision import ComputeCopies
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
@@ -66,6 +68,7 @@ class RankTrace:
     moment: str  # of the peak, for people
     sent: dict[str, int]  # axis -> sent in the traced step
     compiled: bool  # whether the blocks are compiled
+    host: int = 0  # of the host's memory, with `parallel.offload`
 
 
 class _RanksLayout(Layout):
@@ -117,13 +120,17 @@ class _Phases(StepTimer):
     def phase(self, name: str) -> Iterator[None]:
         # Communication belongs to the phase that waits for it.
         self.stack.append(self.stack[-1] if name == "communication" else name)
-        before = self.live.phase
+        before = self.live.phase, self.live.part
         self.live.phase = self.stack[-1]
+        if name == "optimizer":
+            self.live.part = UPDATE
         try:
             yield
         finally:
             self.stack.pop()
-            self.live.phase = before
+            self.live.phase, part = before
+            if name == "optimizer":
+                self.live.part = part
 
     def end_step(self) -> None:
         pass
@@ -235,7 +242,14 @@ class TracedStep:
             moment=peak.words,
             sent=self.mesh.comm_bytes.by_axis(),
             compiled=self.compiled,
+            host=0 if self.link is None else self.link.host_bytes,
         )
+
+    @property
+    def link(self) -> HostLink | None:
+        """The link by which the rank's model offloads; None: it does not."""
+        stages = self.model.stages() if isinstance(self.model, Pipeline) else [self.model]
+        return link_of(stages[0])
 
     def _run(self, microbatches: list[Batch]) -> Peak:
         """Runs a step; returns its peak."""

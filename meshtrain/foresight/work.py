@@ -116,6 +116,8 @@ class Work:
     input_grad: Pass  # recomputation is in here
     weight_grad: Pass
     memory: BlockMemory = BlockMemory()
+    # bytes that its forward sends to the host's memory, and that come back for its backward
+    offloaded: float = 0
 
     @property
     def passes(self) -> tuple[Pass, Pass, Pass]:

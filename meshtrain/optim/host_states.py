@@ -151,28 +151,56 @@ class _Fetched:
 def _placed(
     parameters: Sequence[LocalParameter], names: Callable[[LocalParameter], Sequence[str]]
 ) -> Iterator[tuple[list[LocalParameter], list[_Place], int]]:
-    """Neighbouring parameters, whose states take at most `BUCKET` bytes together, or one parameter;
-    where their states lie, and the bytes of all."""
-    members: list[LocalParameter] = []
-    places: list[_Place] = []
-    end = 0
+    """Neighbouring parameters that share a bucket, where their states lie, and the bytes of all."""
+    sizes = []
     for parameter in parameters:
-        own: list[_Place] = []
-        begin = end
-        for name in names(parameter):
-            like = parameter.state[name]
-            own.append(_Place(parameter, name, like, begin))
-            begin += -(-_extent(like) // ALIGNED) * ALIGNED
-        if members and begin > BUCKET:
-            yield members, places, end
-            shift = end
-            own = [_Place(parameter, one.name, one.like, one.begin - shift) for one in own]
-            members, places, begin = [], [], begin - shift
-        members.append(parameter)
-        places += own
-        end = begin
-    if members:
+        states = [parameter.state[name] for name in names(parameter)]
+        sizes.append(sum(aligned(_extent(state)) for state in states))
+    for indices in in_buckets(sizes):
+        members = [parameters[i] for i in indices]
+        places = []
+        end = 0
+        for parameter in members:
+            for name in names(parameter):
+                like = parameter.state[name]
+                places.append(_Place(parameter, name, like, begin=end))
+                end += aligned(_extent(like))
         yield members, places, end
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a state tensor of so many takes in a bucket."""
+    return math.ceil(nbytes / ALIGNED) * ALIGNED
+
+
+def in_buckets(sizes: Sequence[int]) -> Iterator[range]:
+    """Indices of parameters whose states share a bucket: neighbours whose sizes add up to at most
+    `BUCKET`, or one that is larger by itself."""
+    begin = filled = 0
+    for i, size in enumerate(sizes):
+        if i > begin and filled + size > BUCKET:
+            yield range(begin, i)
+            begin, filled = i, 0
+        filled += size
+    if sizes:
+        yield range(begin, len(sizes))
+
+
+def most_on_device(buckets: Sequence[int], limit: int = LIMIT) -> int:
+    """The most bytes of states that are on the device in a visit (`OnHost.visit`). `buckets`: the
+    bytes of each; `limit`: on their way, in each direction."""
+    upcoming = deque(buckets)
+    ahead, leaving = deque[int](), deque[int]()
+    most = 0
+    while upcoming or ahead:
+        while upcoming and (not ahead or sum(ahead) + upcoming[0] <= limit):
+            ahead.append(upcoming.popleft())
+            most = max(most, sum(ahead) + sum(leaving))
+        # It is updated, and then leaves.
+        leaving.append(ahead.popleft())
+        while sum(leaving) > limit and len(leaving) > 1:
+            leaving.popleft()
+    return most
 
 
 def _extent(tensor: Tensor) -> int:

@@ -241,14 +241,21 @@ class HostLink:
         leaving.release()
 
 
-# Optimizer states ---------------------------------------------------------------------------------
+# The link of a model ------------------------------------------------------------------------------
 
 
-def keep_states_on_host(model: nn.Module, link: HostLink) -> None:
-    """Makes the states of the optimizer that is made of a model, or a stage, lie on the host."""
-    vars(model)["states_link"] = link
+def set_link(model: nn.Module, link: HostLink, *, of_states: bool) -> None:
+    """Tells a model, or a stage, by which link it offloads. `of_states`: also the states of the
+    optimizer that is made of it."""
+    vars(model)["host_link"] = link
+    vars(model)["states_on_host"] = of_states
+
+
+def link_of(model: nn.Module) -> HostLink | None:
+    """The link by which a model, or a stage, offloads; None: it does not."""
+    return vars(model).get("host_link")
 
 
 def states_link(model: nn.Module) -> HostLink | None:
     """The link by which optimizer states come to the device; None: they are there."""
-    return vars(model).get("states_link")
+    return link_of(model) if vars(model).get("states_on_host") else None

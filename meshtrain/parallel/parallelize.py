@@ -30,7 +30,7 @@ from meshtrain.parallel.ddp import (
 from meshtrain.parallel.expert import apply_expert_parallel, dispatched_modules
 from meshtrain.parallel.fsdp import EXPERT_REPLICATE, EXPERT_SHARD, apply_fsdp
 from meshtrain.parallel.grad_sync import add_gradient_sync
-from meshtrain.parallel.host_link import keep_states_on_host
+from meshtrain.parallel.host_link import set_link
 from meshtrain.parallel.linear import Linear, use_products
 from meshtrain.parallel.linear.float8 import apply_float8
 from meshtrain.parallel.linear.matmul import PLAIN
@@ -187,8 +187,8 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
     experts = dispatched_modules(model)
     _choose_products(model, mesh, options)
     _fuse_loss(model, options)
-    if options.offloads_optimizer:
-        keep_states_on_host(model, options.host_link)
+    if options.offload != "none":
+        set_link(model, options.host_link, of_states=options.offloads_optimizer)
     _wrap_blocks(model, blocks, experts, mesh, options)
     _share_samples(model, mesh, options)
     if mesh.uses_fsdp:
@@ -396,7 +396,7 @@ def _wrap_blocks(
     offload = ActivationOffload(options.host_link, "meta" if options.trace else mesh.device_type)
     for block, is_trained in _blocks_and_training(model, blocks):
         wrapping = _wrapping_of(block, options, is_trained=is_trained)
-        saves = is_trained and not _is_single_layer(block)
+        saves = is_trained and not is_single_layer(block)
         offloaded = saves and options.offloads_activations
         block.forward = _wrapped(
             block,
@@ -428,12 +428,14 @@ def _blocks_and_training(
         yield block, is_trained
 
 
-def _is_single_layer(block: nn.Module) -> bool:
+def is_single_layer(block: nn.Module) -> bool:
+    """Whether a block has no modules inside. Such blocks are not wrapped: they have nothing to
+    fuse, to recompute or to offload."""
     return next(block.children(), None) is None
 
 
 def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool) -> Wrapping:
-    if _is_single_layer(block):
+    if is_single_layer(block):
         # It has nothing to fuse or recompute.
         return Wrapping(compiled=False, recomputed=False)
     left_out = getattr(block, "left_out", ())  # wrappers that its class does without

@@ -218,7 +218,7 @@ def model_of_run(
 def require_host_memory(config: Config, model: nn.Module, mesh: Mesh, job: Job) -> None:
     """Raises AgreedError: a host has no room for the optimizer states of its ranks, which
     `parallel.offload` puts there."""
-    if config.parallel.offload not in ("optimizer", "both"):
+    if not config.parallel.offloads_optimizer:
         return
     nbytes = state_bytes(model, config.optimizer, mesh)
     short = find_short_hosts(job, nbytes, "looking at the memory for optimizer states")

@@ -20,7 +20,16 @@ from meshtrain.foresight.hardware import load
 from meshtrain.foresight.prediction import SAVINGS, Prediction
 from meshtrain.foresight.schedules import held_by_ranks
 from meshtrain.foresight.search import NEAR, Forecast, Search, forecast
-from meshtrain.foresight.space import COMPILE, KEYS, MICRO, SCHEDULE, SEQUENCE, Candidate, Space
+from meshtrain.foresight.space import (
+    COMPILE,
+    KEYS,
+    MICRO,
+    OFFLOAD,
+    SCHEDULE,
+    SEQUENCE,
+    Candidate,
+    Space,
+)
 from meshtrain.layout import AXES, DATA_AXES, Layout
 from meshtrain.pipeline.schedule import NAMES, build
 from meshtrain.pipeline.simulate import simulate
@@ -37,8 +46,12 @@ LARGER = (
     "train.precision=bfloat16",
     "parallel.compile=false",
 )
+ON_DEVICE = tuple(key for key in SAVINGS if key != OFFLOAD)
 SLOWER = {"none": 1.0, "selective": 1.1, "full": 1.3}
 KEPT = {"none": 4, "selective": 2, "full": 1}
+STATES = {"none": 1.0, "optimizer": 0.6, "both": 0.6}  # of the memory for weights
+SAVED = {"none": 1.0, "optimizer": 1.0, "both": 0.5}  # of the memory for activations
+COPIED = {"none": 1.0, "optimizer": 1.03, "both": 1.2}
 
 
 def stand_in(memory: float = math.inf) -> Forecast:
@@ -55,7 +68,8 @@ def stand_in(memory: float = math.inf) -> Forecast:
             * (1.5 if parallel.context == "ring" else 1)
             / layout.context_heads
         )
-        return kernels * SLOWER[parallel.recompute] * (1.02 if parallel.regather else 1.0) + sent
+        slower = SLOWER[parallel.recompute] * (1.02 if parallel.regather else 1.0)
+        return kernels * slower * COPIED[parallel.offload] + sent
 
     def filled(config: Config) -> float:
         stages = config.pipeline.stages_per_rank or 1
@@ -64,8 +78,9 @@ def stand_in(memory: float = math.inf) -> Forecast:
     def memory_of(config: Config) -> float:
         layout, parallel = config.resolved, config.parallel
         shards = layout.size("dp_shard", "cp")
-        weights = 40 / layout.size("pp", "tp") / shards
+        weights = STATES[parallel.offload] * 40 / layout.size("pp", "tp") / shards
         kept = KEPT[parallel.recompute] * config.batch.micro_size - 0.2 * parallel.regather
+        kept *= SAVED[parallel.offload]
         gathered = 4 * (not parallel.reshard_after_forward) * (shards > 1)
         return weights + kept / layout.size("tp", "cp") + gathered
 
@@ -91,6 +106,7 @@ def stand_in(memory: float = math.inf) -> Forecast:
             config=config,
             step=SimpleNamespace(seconds=sum(parts.values()), parts=parts),
             memory=SimpleNamespace(total=memory_of(config)),
+            fits_hosts=True,
         )
 
     return Forecast(estimate, predict, memory, margin=0.0)
@@ -194,7 +210,8 @@ def brute_force(searched: Space, forecast: Forecast) -> list[tuple[float, Candid
 def test_it_finds_what_trying_everything_finds(memory: float) -> None:
     """The first is the simplest of the fastest; the others are the fastest layouts, in this
     order."""
-    vary = tuple(key for key in KEYS if key not in (COMPILE, SEQUENCE))
+    fixed = {COMPILE, SEQUENCE} if memory < 5 else {COMPILE, SEQUENCE, OFFLOAD}
+    vary = tuple(key for key in KEYS if key not in fixed)
     searched, forecast = space(16, vary), stand_in(memory)
     every = brute_force(searched, forecast)
     search = Search(searched, forecast)
@@ -232,7 +249,7 @@ def test_the_least_memory_of_the_fastest() -> None:
 
 @pytest.mark.parametrize("limit", [7, math.inf])
 def test_each_candidate_is_shown_or_has_one_reason(limit: float) -> None:
-    searched = space(16, ("layout", MICRO, SCHEDULE, *SAVINGS))
+    searched = space(16, ("layout", MICRO, SCHEDULE, *ON_DEVICE))
     search = Search(searched, stand_in(4.0))
     shown = run(search, 16, show=2, limit=limit)
     counts = {reason: count for reason, (count, _) in searched.rejected.items()}
@@ -315,7 +332,7 @@ def test_estimates_are_near_predictions() -> None:
     """Of layouts of a small Llama with every axis and schedule."""
     hardware = load("h100")
     searched = space_of(
-        load_small(16, *LARGER, "layout={dp_shard: -1}"), ("layout", SCHEDULE, *SAVINGS), (8, 8)
+        load_small(16, *LARGER, "layout={dp_shard: -1}"), ("layout", SCHEDULE, *ON_DEVICE), (8, 8)
     )
     estimates = Estimates(searched.config, hardware)
     every = [saved for first in every_candidate(searched) for saved in searched.savings(first)]

@@ -23,7 +23,7 @@ from meshtrain.foresight.live import _Storage
 from meshtrain.foresight.trace import TracedStep
 from meshtrain.job.process import Job
 from meshtrain.mesh import build_mesh
-from meshtrain.parallel import fsdp
+from meshtrain.parallel import activation_offload, fsdp
 from meshtrain.pipeline.schedule import NAMES
 from tests.foresight.traced import SMALL
 from tests.launching import ROOT
@@ -57,6 +57,17 @@ CASES = {
     "ZeRO-1": (QUICKSTART, DDP, "parallel.shard_optimizer=true", "optimizer.ema_decay=0.9"),
     "Muon": (QUICKSTART, FSDP, "optimizer.name=muon"),
     **{f"pp, {name}": (QUICKSTART, PP, f"pipeline.schedule={name}") for name in NAMES},
+    "offload, FSDP": (QUICKSTART, FSDP, "parallel.offload=both"),
+    "offload, DDP, selective": (
+        QUICKSTART,
+        DDP,
+        "train.precision=bfloat16",
+        "parallel.recompute=selective",
+        "parallel.offload=both",
+        "optimizer.ema_decay=0.9",
+    ),
+    "offload, pp, 1f1b": (QUICKSTART, PP, "parallel.offload=both"),
+    "offload, pp, zbv": (QUICKSTART, PP, "pipeline.schedule=zbv", "parallel.offload=both"),
     "reference, DDP": (*REFERENCE, DDP, "train.precision=bfloat16"),
     "reference, FSDP": (*REFERENCE, FSDP),
     "reference, tp": (*REFERENCE, TP),
@@ -82,6 +93,7 @@ def write_traces(names: Sequence[str], folder: Path) -> None:
 
 def trace_all(names: Sequence[str], file: Path) -> None:
     fsdp.MIN_UNIT_SIZE = 0
+    activation_offload.LEAST = 0
     traces = {}
     for name in names:
         config = config_of(name)
@@ -101,7 +113,8 @@ def in_turn(scores: Tensor, count: int) -> Tensor:
 @pytest.fixture
 def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a trace assumes: blocks that are gathered one by one, experts with equal loads, and a
-    GPU's copy of a batch, which is another one than the host's."""
+    GPU's copy of a batch, which is another one than the host's. However small a tensor is, it is
+    offloaded."""
     to = Batch.to
 
     def copy(x: Tensor | AttentionContext | None) -> Tensor | AttentionContext | None:
@@ -119,6 +132,7 @@ def as_traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return replace(batch, tensors=inputs, targets=targets)
 
     monkeypatch.setattr(fsdp, "MIN_UNIT_SIZE", 0)
+    monkeypatch.setattr(activation_offload, "LEAST", 0)
     monkeypatch.setattr(Batch, "to", copied)
     with torch.library._scoped_library("meshtrain", "IMPL") as library:
         library.impl("choose", in_turn, "CPU")
