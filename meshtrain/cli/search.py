@@ -102,10 +102,23 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in keys.varied else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    space = Space(config, keys.varied, keys.sizes)
-    search = Search(space, forecast(config, hardware, arguments.max_memory), arguments.goal)
     progress = _Progress(begin)
-    results = search.run(load, arguments.show, hardware.error, arguments.limit, progress)
+
+    def searched(varied: Sequence[str]) -> "tuple[Search, list[Candidate]]":
+        space = Space(config, varied, keys.sizes)
+        search = Search(space, forecast(config, hardware, arguments.max_memory), arguments.goal)
+        results = search.run(load, arguments.show, hardware.error, arguments.limit, progress)
+        return search, results
+
+    # Offloading is for what does not fit otherwise, unless it is asked for.
+    first = keys.varied
+    if not arguments.vary:
+        first = [key for key in keys.varied if key != OFFLOAD]
+    search, results = searched(first)
+    needs_offload = not results and first != keys.varied
+    if needs_offload:
+        search, results = searched(keys.varied)
+    space = search.space
     progress.end()
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
@@ -117,6 +130,8 @@ def run(arguments: argparse.Namespace) -> None:
     took = time.monotonic() - begin
     count = f"{space.count:,} candidates for {describe_hosts(space.placed)}"
     print(f"{count}, {search.predicted:,} predicted in full ({took:.1f} s)")
+    if needs_offload:
+        print("without parallel.offload nothing fits")
     print(f"seconds{hardware.band}; = as fast as the fastest, within that")
     print(*columns(_rows(search, results, other)), *_rejected(search), sep="\n")
     best = [*keys.overrides, *results[0].overrides(config)]

@@ -169,7 +169,9 @@ def seen_by_doctor(hardware: Hardware, hosts: int = 8) -> dict[str, Any]:
         row = {"ranks": ranks, "hosts": of_hosts, "fixed": fixed, "seconds": took}
         rows.append({**row, "what": "all-gather", "bandwidth": 1e8 / took})
         rows.append({**row, "what": "all-reduce", "bandwidth": 1.0, "fixed": 1.0})  # maybe a tree
-    ranks_of = [{"ranks": list(range(4 * i, 4 * i + 4))} for i in range(hosts)]
+    ranks_of = [
+        {"ranks": list(range(4 * i, 4 * i + 4)), "memory_gib": 1000.0 + i} for i in range(hosts)
+    ]
     links = [{"source": 0, "target": 4, "bandwidth": 4e10}]
     return {"timings": {"timings": rows, "links": links}, "hosts": ranks_of}
 
@@ -186,6 +188,7 @@ def test_a_report_of_the_doctor_has_the_links_by_hosts(tmp_path: Path) -> None:
     assert seen.between_hosts.latency == pytest.approx(6e-5)
     assert seen.within_host.of_rank() == pytest.approx(360)
     assert seen.within_host.latency == pytest.approx(H100.within_host.latency)
+    assert seen.host == replace(H100.host, memory_gib=1000.0)
     path = tmp_path / "mine.yaml"
     path.write_text(as_yaml(replace(seen, source="doctor.json")))
     assert load(str(path)).between_hosts.bandwidth == pytest.approx(table)

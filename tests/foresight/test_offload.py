@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshtrain.cli.main import main
 from meshtrain.cli.plan import make_plan, plan_text
 from meshtrain.config import Config
 from meshtrain.errors import InputError
@@ -208,3 +209,24 @@ def test_a_search_offloads_what_would_not_fit_otherwise() -> None:
     assert found(0.1) == []
     little = replace(H100, host=replace(H100.host, memory_gib=0.1))
     assert found(0.9 * needed, little) == []
+
+
+def test_a_search_offloads_only_where_nothing_fits_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Unless it is told not to."""
+    keys = *LARGE, "layout={dp_shard: 2}", "parallel.recompute=full"
+    needed = Prediction(loaded(*keys[len(LARGE) :]), H100).memory.total / 2**30
+
+    def printed(gib: float, keep: str = "") -> str:
+        words = ["--hosts", "2", "--gpu", "h100", "--max-memory", f"{gib}"]
+        words += ["--keep", f"layout.dp_shard=2,micro_size,recompute,reshard_after_forward{keep}"]
+        main(["search", QUICKSTART, *keys, *words])
+        captured = capsys.readouterr()
+        return captured.out + captured.err
+
+    assert "parallel.offload" not in printed(1.1 * needed)
+    needs = printed(0.8 * needed)
+    assert "without parallel.offload nothing fits" in needs
+    assert "parallel.offload=optimizer" in needs
+    assert "no layout of these hosts is found" in printed(0.8 * needed, ",offload")

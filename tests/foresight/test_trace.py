@@ -74,7 +74,16 @@ CASES = {
     "reference, pp": (*REFERENCE, PP),
 }
 SLOW = [f"pp, {name}" for name in NAMES if name not in ("1f1b", "zbv")]
-SLOW += ["FSDP that keeps", "tp, selective", "ZeRO-1", "Muon", "reference, DDP", "reference, tp"]
+SLOW += [
+    "offload, DDP, selective",
+    "offload, pp, 1f1b",
+    "FSDP that keeps",
+    "tp, selective",
+    "ZeRO-1",
+    "Muon",
+    "reference, DDP",
+    "reference, tp",
+]
 
 
 def config_of(name: str) -> Config:
