@@ -14,9 +14,10 @@ LEAD_S = 600  # how long before its end a job is told to save, in the scripts of
 def render(template: str, directives: Mapping[str, str | None], block: Sequence[str]) -> str:
     """The text of a script in tools/slurm with a `block` of shell lines after its directives, and
     with `directives` (option of sbatch, without dashes -> value) in place of the template's lines
-    for them, or else after the last one; None removes the line. Raises ValueError: the template has
-    no directives, or sbatch could not read a value."""
-    lines = template.splitlines()
+    for them, or else after the last one; None removes the line. Of the comment at its top the first
+    paragraph stays: the others say how to submit the template itself. Raises ValueError: the
+    template has no directives, or sbatch could not read a value."""
+    lines = _without_usage(template.splitlines())
     places = [place for place, line in enumerate(lines) if DIRECTIVE.match(line)]
     if not places:
         raise ValueError("a template of sbatch has #SBATCH lines")
@@ -37,6 +38,15 @@ def render(template: str, directives: Mapping[str, str | None], block: Sequence[
     for option, value in remaining.items():
         head.append(_directive(option, value))
     return "\n".join([*head, "", *block, *lines[end:]]) + "\n"
+
+
+def _without_usage(lines: Sequence[str]) -> list[str]:
+    """A script without the paragraphs behind the first one of the comment at its top."""
+    end = lines.index("") if "" in lines else len(lines)
+    header = [*lines[:end]]
+    if "#" in header:
+        header = header[: header.index("#")]
+    return [*header, *lines[end:]]
 
 
 def _directive(option: str, value: str) -> str:

@@ -101,12 +101,17 @@ def test_a_script_is_its_template_but_for_the_jobs_values(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """tools/slurm is the one source: no line of a template is lost, but for the directives that the
-    job sets."""
+    job sets, and for how the template itself is submitted."""
     template = (locate.bundled("tools/slurm") / name).read_text()
     script = dry_run(capsys, *NODES, *(["--srun"] if "srun" in name else []))
     *_, last = re.finditer(r"^#+SBATCH.*\n", template, re.MULTILINE)
     assert script.endswith(template[last.end() :])
-    others = {line for line in template.splitlines() if not line.lstrip("#").startswith("SBATCH")}
+    begin, end = template.index("#\n#   sbatch "), template.index("\n\n#SBATCH")
+    usage = template[begin:end]
+    for line in usage.splitlines():
+        assert f"\n{line}\n" not in script
+    kept = template.replace(usage, "").splitlines()
+    others = {line for line in kept if not line.lstrip("#").startswith("SBATCH")}
     assert others <= set(script.splitlines())
     assert set(directives(template)) <= set(directives(script))
     checked = subprocess.run(
