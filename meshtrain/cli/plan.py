@@ -21,8 +21,13 @@ from meshtrain.config.layout_advice import host_warnings
 from meshtrain.config.schema import DataSection
 from meshtrain.data.order import BatchSplit, describe_batch, describe_ramp
 from meshtrain.errors import InputError, bytes_text, plural, writing
-from meshtrain.foresight.parameters import MemoryUse, held_by_ranks, parameter_specs
-from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.foresight.parameters import (
+    MemoryUse,
+    compute_size,
+    held_by_ranks,
+    parameter_specs,
+)
+from meshtrain.layout import DATA_AXES, Layout, LayoutError
 from meshtrain.metrics.picture import write_picture
 from meshtrain.optim.lr_schedule import warmup_note
 from meshtrain.optim.registry import update_rule
@@ -447,7 +452,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     hosts = None if arguments.hosts is None else read_hosts(arguments.hosts)
     networks = read_hardware(arguments.gpu, arguments.fabric)
-    plan = make_plan(arguments.config, arguments.overrides, hosts)
+    try:
+        plan = make_plan(arguments.config, arguments.overrides, hosts)
+    except InputError:
+        if arguments.parameters and not arguments.json:
+            _print_unsplit(arguments)
+        raise
     prediction: Prediction | None = None
     lines: list[str] = []
     if not arguments.parameters:
@@ -464,6 +474,15 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(plan_text(plan, arguments.parameters), end="")
     if lines:
         print("", *lines, sep="\n")
+
+
+def _print_unsplit(arguments: argparse.Namespace) -> None:
+    """Prints the parameters of a model that the layout does not split, if nothing else is wrong:
+    whoever mends the tp_plan needs their names."""
+    with suppress(InputError, LayoutError):
+        whole = make_plan(arguments.config, [*arguments.overrides, "layout={dp_shard: 1}"], (1,))
+        rows = columns(table(whole.parameters, whole.layout))
+        print("parameters of the whole model", "", *rows, "", sep="\n", flush=True)
 
 
 def read_hardware(gpu: str | None, fabric: str | None) -> "list[Hardware]":
@@ -537,6 +556,9 @@ def _predicted(plan: Plan, networks: "list[Hardware]") -> "tuple[Prediction | No
         unit = "tokens" if prediction.is_text else "samples"
         lines += ["", *step_lines(prediction.step, unit, hardware.band)]
         lines += [f"  {line}" for line in network_lines(prediction, networks[1:])]
+        in_16_bits = compute_size(plan.config.train.precision) == 2
+        if plan.config.data.mask_documents and in_16_bits:
+            lines.append("  of documents that fill a sample each: shorter ones take less attention")
     return prediction, lines
 
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshtrain import attention
 from meshtrain.attention import wants_repeated
 from meshtrain.parallel import torch_private
 from meshtrain.parallel.sharding import chunk_range
@@ -68,6 +69,7 @@ def meta_stands_for(device_type: str) -> Iterator[None]:
         replace(F, "scaled_dot_product_attention", _attention)
         if device_type == "cuda":
             replace(F, "rms_norm", _rms_norm)
+            replace(attention, "varlen_kernel", _varlen_kernel)
         yield
 
 
@@ -197,6 +199,41 @@ def _attention(
         )[0]
     return aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _varlen_kernel(device: torch.device, dtype: torch.dtype | None) -> Callable[..., Tensor] | None:
+    """Attention over packed documents, as a GPU from Ampere on has it in 16 bits."""
+    return _varlen_attention if dtype in attention.VARLEN_TYPES else None
+
+
+def _varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_of_queries: Tensor,
+    ends_of_keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> Tensor:
+    before, behind = window_size
+    return torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        ends_of_queries,
+        ends_of_keys,
+        most_queries,
+        most_keys,
+        0.0,  # dropout
+        True,  # causal
+        False,  # return_debug_mask
+        scale=scale,
+        window_size_left=None if before < 0 else before,
+        window_size_right=behind,
     )[0]
 
 

@@ -72,6 +72,24 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "own.py")
 
 
+def test_names_are_shown_to_who_mends_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(MODEL.replace('"*.up"', '"*.upp"'))
+    words = ["plan", "quickstart", f"model={{name: {file}}}", "parallel.verify=false"]
+    words += ["layout={tp: 2}", "--parameters"]
+    assert cli.main(words) == 2
+    output, error = capsys.readouterr()
+    for name in ("words.weight", ".up.weight", ".down.bias", "head.weight"):
+        assert f"{name} " in output
+    assert "'*.upp' matches no layer" in error
+    assert cli.main([*words, "data.seq_length=4"]) == 2
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert "did you mean seq_len?" in error
+
+
 def test_parameters_of_a_model_without_its_memory(model: str) -> None:
     specs = parameter_specs(model_spec(model, {"width": 10**6}), Layout({}))
     assert len(specs) == 1 + 2 * 6 + 2

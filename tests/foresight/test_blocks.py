@@ -9,12 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshtrain.config import Config
-from meshtrain.foresight import blocks
+from meshtrain.foresight import blocks, predict
 from meshtrain.foresight.blocks import _counted, works_of
 from meshtrain.foresight.work import Pass, Work
 from meshtrain.modeling.build import plain_model
 from tests.foresight.traced import SMALL
 from tests.launching import ROOT
+
+QUICKSTART = str(ROOT / "configs/quickstart.yaml")
 
 
 def layers(file: str, *overrides: str, world_size: int = 2) -> list[Work]:
@@ -166,6 +168,25 @@ def test_attention_computes_the_pairs_that_see_each_other(precision: str) -> Non
     # A rank of two has the first and the last quarter of the tokens, or the two in the middle.
     over_cp, _ = attention_flops(*keys, "layout={cp: 2}", world_size=2)
     assert over_cp == pytest.approx(forward / 2)
+
+
+def test_packed_documents_are_attended_as_on_a_gpu() -> None:
+    """In 16 bits by the kernel for them, in which one document of a whole sample computes what
+    causal attention does; else by a mask, with all pairs."""
+    sixteen, thirty_two = (
+        (f"train.precision={precision}", "model.hidden_size=64")
+        for precision in ("bfloat16", "float32")
+    )
+    packed = "data.mask_documents=true"
+    assert attention_flops(*sixteen, packed) == attention_flops(*sixteen)
+    assert attention_flops(*thirty_two, packed)[0] == 2 * 4 * 32 * 32 * 2 * 16
+    keys = *SMALL["configs/quickstart.yaml"], *sixteen, "data.seq_len=512", "batch.micro_size=1"
+    plain, with_documents = (
+        predict(QUICKSTART, [*keys, "parallel.compile=true", *more], hosts=(1,)).memory
+        for more in ((), (packed,))
+    )
+    numbers = 512 * 8 + 2 * 4  # of documents, and where they begin and end
+    assert 0 <= with_documents.total - plain.total <= 2 * numbers
 
 
 def test_latent_attention_in_16_bits() -> None:
