@@ -136,14 +136,19 @@ def find_divergence(
 
 
 def _divergence(kind: int, digests: Mapping[int, str]) -> Divergence:
-    common, count = Counter(digests.values()).most_common(1)[0]
-    majority = []
-    if 2 * count > len(digests):
-        majority = [rank for rank, digest in digests.items() if digest == common]
-    odd = tuple(rank for rank in digests if rank not in majority)
+    # Ranks are odd that differ from most: all of them, if no digest is that of more than half.
+    [(common, count)] = Counter(digests.values()).most_common(1)
+    has_majority = 2 * count > len(digests)
+    majority: list[int] = []
+    odd: list[int] = []
+    for rank, digest in digests.items():
+        if has_majority and digest == common:
+            majority.append(rank)
+        else:
+            odd.append(rank)
     # Some of the odd ones, and one to compare them with.
-    reporters = (*odd[:MOST_NAMED], *majority[:1])
-    return Divergence(kind, tuple(digests), reporters, odd)
+    reporters = *odd[:MOST_NAMED], *majority[:1]
+    return Divergence(kind, group=tuple(digests), reporters=reporters, odd=tuple(odd))
 
 
 def describe_divergence(

@@ -87,12 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("CONFIG", "KEY=VALUE"),
         help="the config of the run, and overrides of it",
     )
-    from_dcp.add_argument(
-        "--as",
-        dest="names",
-        choices=list(NAMINGS),
-        help="torchtitan's names of this model (default: the model's own names)",
-    )
+    add_names_option(from_dcp)
     from_dcp.add_argument(
         "--step",
         type=_step,
@@ -102,6 +97,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     for action in (ls, show, check, prune):
         action.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def add_names_option(parser: argparse.ArgumentParser, when: str = "") -> None:
+    """Adds `--as`: whose names the tensors of a DCP folder have. `when`: the option that it needs,
+    for the help."""
+    parser.add_argument(
+        "--as",
+        dest="names",
+        choices=list(NAMINGS),
+        help=f"{when}torchtitan's names of this model (default: the model's own names)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

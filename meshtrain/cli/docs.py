@@ -78,11 +78,13 @@ def sources() -> dict[str, str]:
 def write(texts: Mapping[str, str], folder: Path) -> None:
     """Writes all pages, and their pictures, into a folder."""
     docs = locate.bundled("docs")
+    root = docs.parent  # of the paths of Markdown files
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(docs / "images", folder / "images", dirs_exist_ok=True)
-    pages = {file: name for name, file in texts.items()}
+    names = {file: name for name, file in texts.items()}
     for name, file in texts.items():
-        page = page_of((docs.parent / file).read_text(encoding="utf-8"), file, pages)
+        text = (root / file).read_text(encoding="utf-8")
+        page = page_of(text, file, names)
         (folder / f"{name}.html").write_text(page, encoding="utf-8")
 
 

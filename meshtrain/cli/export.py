@@ -21,6 +21,7 @@ from meshtrain.checkpoint.dcp.names import NAMINGS
 from meshtrain.checkpoint.directory import read_manifest
 from meshtrain.checkpoint.manifest import Manifest
 from meshtrain.checkpoint.weights import open_checkpoint
+from meshtrain.cli.checkpoint import add_names_option
 from meshtrain.config.model_spec import ModelSpec
 from meshtrain.config.schema import OWN_MODEL_KEYS
 from meshtrain.data.tokenizer import local_tokenizer
@@ -58,12 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="huggingface",
         help="dcp: weights and AdamW's state for torch.distributed.checkpoint",
     )
-    parser.add_argument(
-        "--as",
-        dest="names",
-        choices=list(NAMINGS),
-        help="with --format dcp: torchtitan's names of this model (default: the model's own)",
-    )
+    add_names_option(parser, when="with --format dcp: ")
     parser.add_argument(
         "--dtype",
         choices=list(PRECISIONS),

@@ -170,11 +170,15 @@ class Recorder(Observer):
         self._now = {}
 
     def _write(self, step: int, tensors: list[tuple[str, Held]]) -> None:
+        """Writes tensors by name, and in the metadata the place of each: [[start, stop], ...]."""
         values: dict[str, Tensor] = {}
         places: dict[str, str] = {}
         for n, (name, held) in enumerate(tensors):
-            # A parameter that two stages of a rank share is there twice.
-            key = name if name not in values else f"{name}#{n}"
+            key = name
+            if key in values:
+                # A parameter that two stages of a rank share is there twice.
+                key = f"{name}#{n}"
+            # A clone: no two tensors of a file may share memory.
             values[key] = held.value.detach().cpu().contiguous().clone()
             place = [[cut.start, cut.stop] for cut in held.part]
             places[key] = json.dumps(place)
@@ -247,15 +251,20 @@ class Whole:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator["Whole"]:
+        """Context with the tensors of a file, which are read when they are asked for."""
         with safe_open(path, framework="pt") as file:
             norms: dict[str, float] = {}
+            of_kind: dict[str, list[float]] = {GRADIENT: [], WEIGHT: []}
             for name in file.keys():  # noqa: SIM118  no mapping
-                norms[name] = float(file.get_tensor(name).double().norm())
-            gradients = [norm for name, norm in norms.items() if name.startswith(f"{GRADIENT}/")]
-            weights = [norm for name, norm in norms.items() if name.startswith(f"{WEIGHT}/")]
-            norm_of_gradient = math.hypot(*gradients)
-            largest_weight = max(weights, default=0.0)
-            least = {GRADIENT: LEAST * norm_of_gradient, WEIGHT: LEAST * largest_weight}
+                norm = float(file.get_tensor(name).double().norm())
+                kind, _, _ = name.partition("/")
+                norms[name] = norm
+                of_kind[kind].append(norm)
+            # Beside the whole gradient, and beside the largest weight.
+            least = {
+                GRADIENT: LEAST * math.hypot(*of_kind[GRADIENT]),
+                WEIGHT: LEAST * max(of_kind[WEIGHT], default=0.0),
+            }
             yield cls(file, norms, least)
 
     def difference(self, name: str, held: Held) -> float:

@@ -40,14 +40,19 @@ class Entry:
     people."""
 
     def __init__(self, read: ReadBytes, length: int, file: Path, name: str) -> None:
-        self._read, self._length = read, length
-        self._file, self._name = file, name
-        with self._damage(), zipfile.ZipFile(_Window(read, length)) as archive:
-            # All lie in one folder of the archive, whose name says nothing.
-            self._records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        self._read = read
+        self._length = length
+        self._file = file
+        self._name = name
+        self._records: dict[str, zipfile.ZipInfo] = {}
+        with self._damage():
+            with zipfile.ZipFile(_Window(read, length)) as archive:
+                for info in archive.infolist():
+                    # All lie in one folder of the archive, whose name says nothing.
+                    _, _, record = info.filename.partition("/")
+                    self._records[record] = info
             self._pickle = self._small_record("data.pkl")
-            if "byteorder" in self._records and self._small_record("byteorder") != b"little":
-                raise _WrongError("has the byte order of another kind of machine")
+            self._require_byte_order()
 
     def value(self) -> Any:
         """A number, a text, or a container of such. Raises DamagedError: it is something else."""
@@ -66,18 +71,23 @@ class Entry:
                 raise _WrongError(
                     f"is {storage.dtype} {tensor.shape!a:.80}, and {dtype} {shape} is expected"
                 )
-            numbers = [tensor.first, *tensor.strides] if type(tensor.strides) is tuple else []
-            if len(numbers) != 1 + len(shape) or not all(map(is_count, numbers)):
-                raise _WrongError("does not say where its elements are")
-            last = tensor.first
-            for size, stride in zip(shape, tensor.strides, strict=True):
-                last += (size - 1) * stride
-            if math.prod(shape) > 0 and last >= storage.elements:
-                raise _WrongError("has elements outside of its bytes")
+            # A file may say anything: no element is read that is not among the bytes.
+            _require_within(tensor, shape, storage.elements)
             begin, nbytes = self._record(storage.record)
             if nbytes != storage.elements * SIZES[dtype]:
                 raise _WrongError(f"has {nbytes:,} bytes for {storage.elements:,} {dtype}")
-            return Elements(begin, storage.elements, tensor.first, tensor.strides)
+            return Elements(
+                begin=begin,
+                stored=storage.elements,
+                first=tensor.first,
+                strides=tensor.strides,
+            )
+
+    def _require_byte_order(self) -> None:
+        # Older versions of torch do not say it.
+        is_said = "byteorder" in self._records
+        if is_said and self._small_record("byteorder") != b"little":
+            raise _WrongError("has the byte order of another kind of machine")
 
     def _small_record(self, name: str) -> bytes:
         begin, nbytes = self._record(name)
@@ -184,6 +194,21 @@ def _tensor(storage: Any, first: Any, shape: Any, strides: Any, *others: Any) ->
     if any(others):
         raise PlainPickleError("is more than its elements")
     return _Tensor(storage, first, shape, strides)
+
+
+def _require_within(tensor: _Tensor, shape: tuple[int, ...], stored: int) -> None:
+    """Raises _WrongError: an element lies outside of a storage of so many."""
+    numbers = []
+    if type(tensor.strides) is tuple:
+        numbers = [tensor.first, *tensor.strides]
+    if len(numbers) != 1 + len(shape) or not all(map(is_count, numbers)):
+        raise _WrongError("does not say where its elements are")
+    is_empty = math.prod(shape) == 0
+    last = tensor.first
+    for size, stride in zip(shape, tensor.strides, strict=True):
+        last += (size - 1) * stride
+    if not is_empty and last >= stored:
+        raise _WrongError("has elements outside of its bytes")
 
 
 def _storage_of(reference: Any) -> _Storage:

@@ -79,28 +79,35 @@ class DcpFolder(AbstractContextManager["DcpFolder"]):
         self, tensor: DcpTensor, chunk: Chunk, part: Part, target: Tensor, target_part: Part
     ) -> None:
         """Reads `part`, which lies within a chunk, into `target`, which holds `target_part`."""
-        elements = self._elements.get(chunk.where)
         shape = shape_of(chunk.part) if tensor.shape else ()
-        if elements is None:
-            elements = self._entry(chunk.where, tensor.name).elements(tensor.dtype, shape)
-            self._elements[chunk.where] = elements
-        begin = chunk.where.offset + elements.begin
+        elements = self._elements_of(tensor, chunk, shape)
+        file = chunk.where.file
+        begin = chunk.where.offset + elements.begin  # of the storage, in the file
         if elements.strides == contiguous_strides(shape):
+            # Rows lie one behind the other: those of the part are read alone.
             first = begin + elements.first * SIZES[tensor.dtype]
-            source = _Region(self, chunk.where.file, first)
+            source = _Region(self, file, first)
             read_piece(source, tensor.name, chunk.part, part, target, target_part)
             return
-        # A view of a storage, such as a transposed matrix.
+        # A view of a storage, such as a transposed matrix: all of the storage is read.
         storage = torch.empty(elements.stored, dtype=DTYPES[tensor.dtype])
         buffer = storage.view(torch.uint8).numpy().data
-        self.read_bytes(chunk.where.file, begin, buffer, tensor.name)
+        self.read_bytes(file, begin, buffer, tensor.name)
         view = storage.as_strided(shape, elements.strides, elements.first)
         target[within(part, target_part)] = view[within(part, chunk.part)]
 
+    def _elements_of(self, tensor: DcpTensor, chunk: Chunk, shape: tuple[int, ...]) -> Elements:
+        """Where the elements of a chunk are, which its entry is asked for once."""
+        where = chunk.where
+        if where not in self._elements:
+            entry = self._entry(where, tensor.name)
+            self._elements[where] = entry.elements(tensor.dtype, shape)
+        return self._elements[where]
+
     def _entry(self, where: Bytes, name: str) -> Entry:
         _, size = self._file(where.file)
-        if where.offset + where.length > size:
-            end = where.offset + where.length
+        end = where.offset + where.length
+        if end > size:
             problem = f"has {size:,} bytes, and by {METADATA} there are {end:,}"
             raise DamagedError(self.path / where.file, problem, name)
         read = partial(_read_entry, self, where, name)
@@ -140,7 +147,9 @@ class _Region:
     """The elements of a chunk that lie one behind the other from `first` on."""
 
     def __init__(self, folder: DcpFolder, file: str, first: int) -> None:
-        self._folder, self._file, self._first = folder, file, first
+        self._folder = folder
+        self._file = file
+        self._first = first  # byte
 
     def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
         self._folder.read_bytes(self._file, self._first + begin, into, name)

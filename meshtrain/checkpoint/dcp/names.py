@@ -93,14 +93,19 @@ class Naming:
     def places(self, name: str, heads: Heads, *, of_state: bool = False) -> list[Place]:
         """Where a tensor may lie, the place in the newest version first; none: it has no name.
         `of_state`: in the optimizer's state."""
-        layer = next((word for word in name.split(".") if word.isdecimal()), "*")
-        pattern = ".".join("*" if word == layer else word for word in name.split("."))
-        role = pattern.rpartition(".weight")[0].rpartition(".")[2]
+        words = name.split(".")
+        numbers = [word for word in words if word.isdecimal()]
+        layer = numbers[0] if numbers else "*"
+        pattern = ".".join("*" if word == layer else word for word in words)
+        # `q_proj` of `model.layers.*.self_attn.q_proj.weight`
+        _, _, role = pattern.removesuffix(".weight").rpartition(".")
+
         places = [self._alone(other, role, heads) for other in self.names.get(pattern, ())]
-        if role in _IN_GROUP and places:
+        if places and role in _IN_GROUP:
+            # torchtitan trains one matrix for q, k and v, whose state it saves as it is, and its
+            # weights in three.
             fused = _fused(role, heads, self.paired)
-            # torchtitan trains one matrix for q, k and v, and saves its weights in three.
-            places.insert(0 if of_state else len(places), fused)
+            places = [fused, *places] if of_state else [*places, fused]
         return [_in_layer(place, layer) for place in places]
 
     def _alone(self, name: str, role: str, heads: Heads) -> Place:

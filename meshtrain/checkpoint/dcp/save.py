@@ -64,15 +64,19 @@ class Target:
 
     def chunks(self, most: int) -> Iterator[Part]:
         """The parts that are written by themselves, of at most `most` bytes where rows allow."""
-        dims = self.shape or (1,)
-        rows = dims[0]
-        row_bytes = math.prod(dims[1:]) * self.dtype.itemsize
-        step = max(1, most // max(1, row_bytes))
-        if self.sources[0][1].heads:  # its rows lie apart from each other
-            step = max(1, rows)
-        others = [slice(0, size) for size in dims[1:]]
-        for first in range(0, rows, step):
-            yield slice(first, min(first + step, rows)), *others
+        rows, *others = self.shape or (1,)
+        row_bytes = math.prod(others) * self.dtype.itemsize
+        rows_of_chunk = most // max(1, row_bytes)
+        _, place = self.sources[0]
+        if place.heads:
+            # The rows of each of its sources lie apart from each other in it.
+            rows_of_chunk = rows
+        rows_of_chunk = max(1, rows_of_chunk)
+
+        whole = [slice(0, size) for size in others]
+        for first in range(0, rows, rows_of_chunk):
+            end = min(first + rows_of_chunk, rows)
+            yield slice(first, end), *whole
 
     def read(self, files: ShardReader, part: Part) -> Tensor:
         """A chunk, from the files of the checkpoint."""
@@ -294,8 +298,10 @@ def _plans(state: DcpState, file_bytes: int) -> list[SavePlan]:
 
 
 def _item(name: str, dtype: torch.dtype, shape: tuple[int, ...], part: Part) -> WriteItem:
-    offsets = torch.Size([span.start for span in part] if shape else [])
-    sizes = torch.Size(shape_of(part) if shape else [])
+    if not shape:
+        part = ()  # of a scalar, which torch writes without dims
+    offsets = torch.Size([span.start for span in part])
+    sizes = torch.Size(shape_of(part))
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets, sizes),
         properties=TensorProperties(dtype=dtype),
