@@ -13,7 +13,7 @@ from meshtrain.config.yaml_reader import write
 from meshtrain.errors import InputError
 from meshtrain.foresight.hardware import Hardware, Link
 from meshtrain.foresight.prediction import Prediction
-from meshtrain.foresight.steptime import StepTime
+from meshtrain.foresight.steptime import COPIES_OF_STATES, StepTime
 from meshtrain.job.parsing import parse_json
 from meshtrain.metrics.logger import read
 
@@ -117,6 +117,7 @@ def _hosts(table: str) -> Counter[str]:
 def phases(step: StepTime) -> dict[str, float]:
     """A prediction's seconds by the phases that a run measures."""
     named = {name: step.parts.get(name, 0.0) for name in ("forward", "backward", "update")}
+    named["update"] += step.parts.get(COPIES_OF_STATES, 0.0)
     return {**named, "communication": step.seconds - sum(named.values()), "step": step.seconds}
 
 

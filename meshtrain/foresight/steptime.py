@@ -39,6 +39,7 @@ NAMES = {  # resource that computing may wait for -> its name for people
     "launch": "kernel launches",
     "host": "copies to the host's memory and back",
 }
+COPIES_OF_STATES = "copies of optimizer states"  # part of a step: what they add to the update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +321,7 @@ def step_time(works: Sequence[Work], plan: StepPlan, hardware: Hardware) -> Step
             share.works, layout, plan.precision, plan.optimizer, plan.shards_optimizer
         )
         added = seconds_beside_update(visits, parts["update"], hardware)
-        parts["copies of optimizer states"] = added
+        parts[COPIES_OF_STATES] = added
     parts = {name: part for name, part in parts.items() if part}
 
     total = sum(parts.values())

@@ -191,6 +191,8 @@ def test_each_knob_gives_back_what_its_own_trace_says() -> None:
     overrides = [*LLAMA, "layout={tp: 2}"]
     before = predict(QUICKSTART, overrides, hosts=(2,))
     assert set(before.saves) == {
+        "parallel.offload=optimizer",
+        "parallel.offload=both",
         "parallel.recompute=selective",
         "parallel.recompute=full",
         "batch.micro_size=1",
@@ -283,7 +285,7 @@ def test_the_work_of_a_plan_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     overrides += ["batch.global_size=131072", "batch.micro_size=1"]
     predict("quickstart", overrides, [8] * 16384).saves  # noqa: B018  (computed when it is asked for)
-    assert counts["__init__"] == 6
+    assert counts["__init__"] == 8
     assert counts["look"] < 10_000
     assert counts["ranks"] < 10 * 131_072
 

@@ -11,6 +11,7 @@ from meshtrain.config import Config
 from meshtrain.errors import InputError
 from meshtrain.foresight import prediction
 from meshtrain.foresight.blocks import _with_neighbours, _without_neighbours
+from meshtrain.foresight.calibrate import phases
 from meshtrain.foresight.draw import memory_of_ranks
 from meshtrain.foresight.estimate import Estimates
 from meshtrain.foresight.hardware import Hardware, Host, load
@@ -137,6 +138,8 @@ def test_states_travel_beside_the_update() -> None:
     added = offloaded.parts["copies of optimizer states"]
     assert added > 0
     assert offloaded.seconds == pytest.approx(plain.seconds + added)
+    # A run measures both as one.
+    assert phases(offloaded)["update"] == pytest.approx(plain.parts["update"] + added)
 
 
 def test_activations_hide_behind_blocks_that_take_longer() -> None:
