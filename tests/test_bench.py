@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -127,7 +128,13 @@ def test_the_command_prints_its_table(
 
 
 def test_both_sides_of_the_adapter_have_the_same_parameters(tmp_path: Path) -> None:
-    write(tmp_path, [Document([0] * 600)], vocab_size=1024, tokenizer="none", source="zeros")
+    write(
+        tmp_path,
+        [Document(np.zeros(600, dtype=np.int64))],
+        vocab_size=1024,
+        tokenizer="none",
+        source="zeros",
+    )
     shapes = []
     for side in adapter.SIDES:
         config = Config.load(WORKLOAD, [f"data.path={tmp_path}", *side.overrides])
