@@ -392,8 +392,8 @@ def weights_used(
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
-    """After a stop by SIGTERM under torchrun: the node that got the signal leaves, and the others go
-    on without it. Their processes exit with `EXIT_RESTART`, and torchrun starts them again."""
+    """After a stop by SIGTERM under torchrun: the node that got the signal leaves, and the others
+    go on without it. Their processes exit with `EXIT_RESTART`, and torchrun starts them again."""
     if job.environment.launcher != "torchrun" or StopKind.SIGTERM not in status.stop_kinds:
         return
     # All ranks stop together, so this one may be here before the signal to its own node is.

@@ -96,8 +96,8 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     prepare(model, mesh, settings)
     _warn_of_whole_sequences(model, mesh, settings)
     subject = Subject(model=model, layout=mesh.layout, mesh=mesh, options=settings)
-    # The checks also settle options that are left open: they turn sequence parallelism off where the
-    # model is right only without it.
+    # The checks also settle options that are left open: they turn sequence parallelism off where
+    # the model is right only without it.
     settings = check_model(Moment.PLAIN, subject)
     settings = apply_tensor_parallel(model, mesh, settings)
     apply_expert_parallel(model, mesh, settings)
