@@ -17,7 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # in the usual order
+# What a rank has of the model and the batch, for people, by the axis; in the usual order.
+ABOUT_AXES = {
+    "pp": "Pipeline stages: each holds some of the blocks.",
+    "dp_replicate": (
+        "Copies of the model on different samples (DDP; with `dp_shard` above 1: HSDP)."
+    ),
+    "dp_shard": "Ranks that share one copy of the model and take different samples (FSDP).",
+    "cp": "Parts of each sequence (context parallel).",
+    "tp": "Parts of each layer (tensor parallel).",
+}
+AXES = tuple(ABOUT_AXES)
 
 # Ranks that differ in these axes ...
 DATA_AXES = ("dp_replicate", "dp_shard")  # ... see different samples

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtrain.data.batch import IGNORE
 from meshtrain.errors import AgreedError, InputError, ranges
+from meshtrain.layout import LOSS_AXES
 from meshtrain.mesh import Mesh
 from meshtrain.parallel.cross_entropy import (
     LossOptions,
@@ -168,7 +169,7 @@ class GlobalCount:
         # device.
         self._total = torch.full((), float(count), dtype=torch.float64, device=device)
         self._work: dist.Work | None = None
-        group = mesh.group("dp_replicate", "dp_shard", "cp")
+        group = mesh.group(*LOSS_AXES)
         if group is not None:
             self._work = dist.all_reduce(self._total, group=group, async_op=True)
 

@@ -26,7 +26,8 @@ if __name__ == "__main__":
     end_with_launcher(os.environ)
     # importing torch takes seconds, and an unhandled signal ends the process
     signals = Signals.install(importing=True)
-    # What is imported is no garbage, and each collection would walk through all of torch.
+    # What is imported is no garbage, and each collection would walk through all of torch: `main`
+    # turns collections on again.
     gc.disable()
 
 from torch import nn  # only after the signal handlers are installed
@@ -89,7 +90,7 @@ from meshtrain.run.status import EXIT_RESTART, RunStatus
 from meshtrain.run.step_logger import StepLogger
 from meshtrain.trainer import Trainer
 
-# time within which torchrun's agents on all nodes forward a signal, after the first of them did
+# Seconds between the first and the last node whose torchrun agent passes a signal on.
 AGENTS_S = 10.0
 
 
@@ -110,7 +111,9 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
     """Trains as the command line says; returns the exit status, or raises SystemExit with it."""
     show_any_text()
     signals = signals or Signals.install()
+    # A signal that came during the imports is handled now.
     signals.modules_imported()
+    # Collections leave out what was imported, which is never freed.
     gc.freeze()
     gc.enable()
     try:
@@ -128,11 +131,13 @@ def main(arguments: Sequence[str] | None = None, signals: Signals | None = None)
             require_equal(job, *run_fingerprints(config, os.environ))
             status = run(config, job, signals, watchdog)
     except (InputError, StartError) as error:
-        # Before the ranks watch each other; later errors are job_exit's.
+        # It was raised before the ranks watch each other: `job_exit` handles all later ones.
         return refuse_start(error)
-    # torchrun treats any other status as a failure, ends the remaining ranks, and may restart them.
-    ends_well = job.environment.launcher == "torchrun" and status != EXIT_RESTART
-    return 0 if ends_well else status
+    # torchrun takes every status but 0 for a failure, ends the other ranks, and may start them
+    # again. That is right where a restart is wanted, and wrong for a run that has stopped as asked.
+    if job.environment.launcher == "torchrun" and status != EXIT_RESTART:
+        return 0
+    return status
 
 
 def run(
@@ -148,7 +153,8 @@ def run(
     watchdog = watchdog or Watchdog(job)
     set_deadlines(watchdog, config)
     place_on_hosts(job, config)
-    watchdog.deadlines.compiles = choose_compiler(job, config)
+    # Where a phase may compile, a rank that is late is only busy.
+    watchdog.deadlines.compiles = choose_compilation(job, config)
     set_numerics(config.train.deterministic)
 
     folder = RunFolder(Path(config.train.output).expanduser())
@@ -169,8 +175,11 @@ def run(
             watchdog.on_job_lost(status.write_failed, folder.path / "failures")
             if not status.already_finished(spec.steps, resume, config):
                 if resume.checkpoint is None:
+                    # A resumed run reads its weights from the checkpoint, and needs no others.
                     check_first_values(config, job)
-                job.connect(process_group_timeout(watchdog.deadlines.longest("step")))
+                # Collectives time out later than the watchdog, which says what is wrong.
+                step_deadline_s = watchdog.deadlines.longest("step")
+                job.connect(process_group_timeout(step_deadline_s))
                 train(RunContext(spec, job, data, status, resume, stop, watchdog))
         return status.status
 
@@ -184,9 +193,10 @@ def train(context: RunContext) -> None:
     resume = context.resume
     assert job.layout is not None  # run() placed this process
 
-    # The model on the mesh, its optimizer, and a step of both.
+    # The model on the mesh, its optimizer, and the trainer that runs a step of both.
     mesh = build_mesh(job.layout, job.device.type)
     forecast = MemoryForecast(spec.folder, job.device, config, job.rank)
+    # Phases that hide waits for other ranks are not counted as this rank's own time.
     timer = StepTimer(job.device, hiding=unmeasured_wait_phases(mesh))
     restores = resume.checkpoint is not None
     model = model_of_run(spec, mesh, job, data, timer, from_checkpoint=restores)
@@ -216,7 +226,8 @@ def train(context: RunContext) -> None:
     profiler = Profiler(config.metrics, spec.folder, job.rank, job.device)
     faults = FaultInjector(config.train.chaos, job)
     goodput_folder = spec.folder if job.rank == 0 else None
-    goodput = GoodputTracker(goodput_folder, resume.step, context.stop.signals.since)
+    process_began = context.stop.signals.since
+    goodput = GoodputTracker(goodput_folder, resume.step, process_began)
     banner = (
         *banner_lines(spec, job, data, held_out, model),
         *profiler.about(resume.step, spec.steps),
@@ -235,7 +246,8 @@ def train(context: RunContext) -> None:
         config, mesh, data, held_out, first_step=resume.step, steps=spec.steps
     )
 
-    # What looks at the run and records it.
+    # What looks at the run and records it. A file of the run's folder that rank 0 cannot open ends
+    # all ranks together.
     with job.collective_check("opening metrics.jsonl"):
         metrics = NoMetrics()
         if job.rank == 0:
@@ -265,13 +277,17 @@ def train(context: RunContext) -> None:
                 # this update.
                 logger.flush()
                 if logger.stop_asked:
+                    # Some rank was asked to stop before that step, and its sums have told all: so
+                    # all leave the loop here, and drop the gradients of this step.
                     context.stop.mark_agreed()
-                    break  # on all ranks; the accumulated gradients are discarded
+                    break
 
-                stop_asked = checkpointer.stop_reason() or context.stop.reason(
+                # Whether this rank is asked to stop: the sums of this step tell the others. A time
+                # limit has to leave room for the steps until then and for a save.
+                own_stop_reason = checkpointer.stop_reason() or context.stop.reason(
                     monitor.slowest_s, checkpointer.seconds
                 )
-                logger.defer(trainer.optimizer_step(step, stop_asked=bool(stop_asked)))
+                logger.defer(trainer.optimizer_step(step, stop_asked=bool(own_stop_reason)))
 
             if eval_set is not None and logger.evaluates_after(step):
                 logger.flush()
@@ -286,7 +302,8 @@ def train(context: RunContext) -> None:
                         objective,
                         reference,
                     )
-                    # only now: the last batch may have compiled
+                    # Up to its last batch the first evaluation may compile, for which the watchdog
+                    # allows more time. From now on it does not.
                     context.watchdog.deadlines.warm_phases.add("evaluation")
                     logger.evaluation(step, result, eval_set.samples)
 
@@ -322,7 +339,8 @@ def finish(
         exit_or_restart(job, context.status, context.stop)
         return
 
-    if observer.current is None:  # who compares runs looks at no picture
+    # An observer compares runs (`meshtrain verify`): it needs neither sample text nor a plot.
+    if observer.current is None:
         with monitor.phase("results"), weights_used(config, optimizer, model):
             show(config, job, monitor.mesh, context.data, model, spec.folder)
     if config.train.export is not None:
@@ -344,9 +362,9 @@ def place_on_hosts(job: Job, config: Config) -> None:
     job.layout = config.resolved.on_hosts(counts, names)
 
 
-def choose_compiler(job: Job, config: Config) -> bool:
-    """Whether the run compiles its blocks. Raises InputError: `auto` is not the same on all
-    ranks."""
+def choose_compilation(job: Job, config: Config) -> bool:
+    """Settles `parallel.compile`: returns whether the run compiles its blocks. Raises InputError:
+    `auto` is not the same on all ranks."""
     assert job.layout is not None
     choice = compile_choice(config, job.layout, job.device)
     remedy = "mend it there, or use parallel.compile=false"
@@ -374,10 +392,11 @@ def weights_used(
 
 
 def exit_or_restart(job: Job, status: RunStatus, stop: StopRequest) -> None:
-    """After SIGTERM: decides whether it was for this node too, or only for another, without which
-    the job continues."""
+    """After a stop by SIGTERM under torchrun: the node that got the signal leaves, and the others
+    go on without it. Their processes exit with `EXIT_RESTART`, and torchrun starts them again."""
     if job.environment.launcher != "torchrun" or StopKind.SIGTERM not in status.stop_kinds:
         return
+    # All ranks stop together, so this one may be here before the signal to its own node is.
     has_signal = stop.wait_for_signal(AGENTS_S)
     if not has_signal and job.environment.restarts_left > 0:
         print(
@@ -391,14 +410,15 @@ def ask_hub(job: Job, arguments: Sequence[str] | None) -> dict[str, HubAnswer]:
     """What the hub says of the names in the config: rank 0 asks, once for all ranks, which get the
     same commits. Then one process of each host fetches the small files by which a config is
     checked."""
-    found: dict[str, Any] = {}
+    fields_by_name: dict[str, Any] = {}  # as JSON, in which values travel between ranks
     if job.rank == 0:
         with suppress(InputError):  # reading the config says what is wrong with it
             options = train_parser().parse_args(arguments)
             answers = Config.ask(options.config, options.overrides)
-            found = {name: asdict(answer) for name, answer in answers.items()}
-    found = job.reduce("asking the hub", found, itemgetter(0))
-    hub = {name: HubAnswer(**fields) for name, fields in found.items()}
+            fields_by_name = {name: asdict(answer) for name, answer in answers.items()}
+    of_rank_0 = itemgetter(0)
+    fields_by_name = job.reduce("asking the hub", fields_by_name, of_rank_0)
+    hub = {name: HubAnswer(**fields) for name, fields in fields_by_name.items()}
     if hub:
         with job.collective_check("fetching what the hub has of the config's names"):
             if job.environment.local_rank == 0:
@@ -431,8 +451,11 @@ def read_config(
 
 
 def start_timeout(arguments: Sequence[str] | None, world_size: int) -> float:
-    """`train.start_timeout_s`, which counts already while the ranks meet. What is wrong with the
-    config is said once they have met, by one of them for all."""
+    """`train.start_timeout_s`: seconds that ranks wait for each other, from their first meeting on.
+
+    It has to be known before they meet, and so before the config is checked. If it cannot be read,
+    the default counts: what is wrong with the config is said once they have met, by one for all.
+    """
     if world_size > 1:
         with suppress(Exception):
             options = train_parser().parse_args(arguments)

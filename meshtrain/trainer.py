@@ -5,8 +5,8 @@ of all samples), which the first forward hides, and at the end one of everything
 over the ranks.
 
 Nothing in it waits for the device. The device decides whether the step was finite; the host reads
-the outcome a step later. Only with `parallel.expert_rows` the host waits at the end of a step, and
-repeats it if not all rows had room.
+the outcome a step later. Only with `parallel.expert_rows`, which limits the rows (tokens) of each
+message to experts, the host waits at the end of a step, and repeats it if some rows had no room.
 """
 
 import math
@@ -63,7 +63,7 @@ class StepResult:
     loss: float
     # global norm of the gradient of that loss (and of attached terms), before clipping
     grad_norm: float
-    # targets with a loss; of targets that are no whole numbers, samples
+    # number of targets with a loss; where targets are no whole numbers, number of samples
     num_valid_tokens: int
     weight: float  # what the loss is divided by: all valid targets, or the weights
     correct: int | None  # number of correct predictions; None except for classifiers
@@ -85,13 +85,15 @@ class _Step:
     number: int  # from 1
     batches: list[Batch]
     samples: range  # this rank's share, as positions in the global batch
-    # of each sample of this rank, what it counts in the mean: its valid targets, or its weight
+    # what each sample of this rank counts in the mean: its number of valid targets, or its weight
     weights: list[float]
-    targets: int  # of this rank, those with a loss
+    targets: int  # number of this rank's targets with a loss
     count: GlobalCount
     terms: StepTerms
-    weight_grad: WeightGradSum | None  # of a head that computes the loss
-    # of the heads of further tokens, by depth; None: each forward has its own
+    # The gradient of the head's weight, summed over microbatches, if the head computes the loss;
+    # None: autograd adds up that of each microbatch.
+    weight_grad: WeightGradSum | None
+    # the same for the heads of further tokens, by depth (multi-token prediction)
     prediction_grads: dict[int, WeightGradSum] | None
     losses: dict[int, Tensor] = field(default_factory=dict)  # microbatch -> those of its samples
     correct: list[Tensor] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Trainer:
     result is read later. For a pipeline it is the source of the step's microbatches
     (`pipeline.engine.MicrobatchSource`)."""
 
-    term_sums = TermSums
+    term_sums = TermSums  # a trace has its own, which communicates nothing
 
     def __init__(
         self,
@@ -138,13 +140,15 @@ class Trainer:
         self.scale = LossScale(device) if config.train.precision == "float16" else None
         self.objective = objective or CrossEntropy(counts_correct=task == "classification")
         self.reference = reference
-        # With what a loss that gathers samples is told if it cannot.
+        # A loss of the user's own may gather the samples of all data ranks, if a step has a single
+        # microbatch; `problem` is what its author is told otherwise.
         problem = several_microbatches(self.sizes, config.batch.micro_size, mesh.size(*DATA_AXES))
         self._shares = SampleShares.of(None, mesh, problem)
         self.loss_options = LossOptions(config.train.label_smoothing, config.train.z_loss)
-        # (first step, (weight,)) of the losses of further tokens
+        # The weight of the losses of further tokens, which may change during the run:
+        # [(first step, (weight,)), ...].
         self.prediction_weights = changes_of([config.train.mtp_loss_scaling_factor])
-        self._terms = self.term_sums(model, mesh, device)  # of modules
+        self._terms = self.term_sums(model, mesh, device)  # sums of the terms of modules
         self._expert_rows = config.parallel.expert_rows if mesh.size(AXIS) > 1 else None
 
         self._step: _Step
@@ -157,10 +161,12 @@ class Trainer:
     def forward_backward(self, step: int, microbatches: list[Batch]) -> None:
         """Forward and backward of this rank's microbatches, which have equal sizes; `step` is
         counted from 1."""
-        self.mesh.comm_bytes.restart()  # bytes sent by an evaluation belong to no step
+        # What an evaluation has sent and gathered since the last step belongs to no step.
+        self.mesh.comm_bytes.restart()
         self.mesh.gather_order.restart()
         self._limit = None
         if self._expert_rows is not None:
+            # `optimizer_step` learns whether the limit was too low, and then runs all of it again.
             self._limit = RowLimit(self._expert_rows, self.device)
             self._retry = Retry(self.model, lambda: self._run(step, microbatches))
         with limit_rows(self.model, self._limit):
@@ -170,6 +176,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self._step = now = self._begin(step, microbatches)
         if isinstance(self.model, Pipeline):
+            # All at once: the reference is a pipeline too, whose ranks run it together.
             self._run_reference(range(len(microbatches)))
             self.model.run(self, len(microbatches))
         else:
@@ -188,14 +195,15 @@ class Trainer:
         now.on_device = None
 
     def _run_reference(self, numbers: Sequence[int]) -> None:
-        """The reference's outputs for some microbatches, before the model's forward: what that
-        saves for the backward, and what a forward of the reference needs, are not held at once."""
+        """Computes the reference's outputs for some microbatches, before the model's forward: the
+        memory that a forward of the reference takes is free again when the model's begins to save
+        activations."""
         if self.reference is None:
             return
         now = self._step
         with self.timer.phase("forward"):
             outputs = self.reference.outputs([now.batches[i] for i in numbers])
-        # A stage before the last has none.
+        # With a pipeline only ranks of the last stage have outputs; on others the list is empty.
         now.references.update(zip(numbers, outputs, strict=False))
 
     def _begin(self, step: int, microbatches: list[Batch]) -> _Step:
@@ -207,8 +215,9 @@ class Trainer:
             targets += counts.targets
         # Starts its all-reduce, which the first forward hides.
         count = GlobalCount(math.fsum(weights), self.mesh, self.device)
-        # The head may add up its weight's gradient over the microbatches in float32. FSDP wants it
-        # in the compute dtype: in 16 bits the whole sum would be rounded, not each part of it.
+        # A head that computes the loss can add up its weight's gradient over the microbatches, in
+        # float32, before autograd gets it. Not where FSDP takes gradients in 16 bits: the whole sum
+        # would be rounded, which is worse than rounding each microbatch's part.
         sums_weight_grad = not self.mesh.uses_fsdp or self.dtype.itemsize >= 4
         return _Step(
             number=step,
@@ -243,7 +252,8 @@ class Trainer:
         now = self._step
         request = current_context().loss_request
         losses = None if request is None else request.losses_of(output)
-        if losses is not None:  # the head has computed them: `output` is divided and scaled
+        if losses is not None:
+            # The head has computed them, and `output` is their sum, already divided and scaled.
             now.losses[microbatch] = losses
             return output
         found = self.objective.losses(
@@ -261,8 +271,13 @@ class Trainer:
         return loss if self.scale is None else loss * self.scale.value
 
     def _add_metrics(self, metrics: Mapping[Field, Tensor]) -> None:
-        """All ranks of `tp` have computed the same: each has it among its terms where these are
-        equal too, and else one speaks for all."""
+        """Adds sums of the loss to the terms of the step, which are summed over all ranks.
+
+        All ranks of `tp` have computed the same sums, and they must count once. Where `tp` repeats
+        tokens, the terms of modules are equal on these ranks as well, and `TermSums` takes those of
+        one rank alone. With sequence parallelism it adds up the ranks' terms, so that here all but
+        one have to add zeros.
+        """
         sums = self._step.terms.sums
         for name, values in metrics.items():
             if not self.mesh.speaks_for_samples and not self._terms.tp_repeats_tokens:
@@ -270,14 +285,15 @@ class Trainer:
             sums[name] = sums[name] + values if name in sums else values
 
     def _predictions(self, microbatch: int) -> Predictions | None:
-        """Asks for the losses of further tokens, which are terms of the step's loss: the mean over
-        the depths, times a weight."""
+        """Asks for the losses of further tokens, which are terms of the step's loss: with the loss
+        L_k of depth k, weight / depths * sum_k L_k. None: the model predicts no further tokens."""
         now = self._step
         looks_ahead = now.batches[microbatch].ahead
         if looks_ahead is None:
             return None
         [weight] = value_at(self.prediction_weights, now.number - 1)
-        weight /= looks_ahead.shape[2]
+        _, _, depths, _ = looks_ahead.shape
+        weight /= depths
 
         def ahead() -> Tensor:
             on_device = self._batch(microbatch).ahead
@@ -285,9 +301,13 @@ class Trainer:
             return on_device
 
         def take(depth: int, total: Tensor, count: Tensor) -> None:
-            term = Field("loss", "mtp")
-            mean = Field("metric", f"mtp_{depth}", size=2)
-            self._add_metrics({term: weight * total[None], mean: torch.stack([total, count])})
+            # All depths make one term of the loss, and each has a mean of its own in the metrics.
+            self._add_metrics(
+                {
+                    Field("loss", "mtp"): weight * total[None],
+                    Field("metric", f"mtp_{depth}", size=2): torch.stack([total, count]),
+                }
+            )
 
         return Predictions(
             ahead,
@@ -333,10 +353,12 @@ class Trainer:
         size = batch.rows
         # Every rank runs the same number of samples: those after its share are padding.
         first = now.samples.start + microbatch * size
-        real = min(max(now.samples.stop - first, 0), size)
+        num_real = min(max(now.samples.stop - first, 0), size)
         set_dropout(model, seed=self.seed, step=now.number, samples=range(first, first + size))
 
-        request = None  # of a classifier, whose predictions need logits, or of a loss of one's own
+        # The head is not asked where logits are needed: by a classifier, whose correct predictions
+        # are counted, and by a loss of the user's own.
+        request = None
         if self.objective.asks_head:
             request = LossRequest(
                 lambda: self._batch(microbatch).targets,
@@ -344,7 +366,8 @@ class Trainer:
                 now.weight_grad,
                 self.loss_options,
             )
-        terms = MicrobatchTerms(now.terms, size, real, self._tokens(batch))
+        terms = MicrobatchTerms(now.terms, size, num_real, self._tokens(batch))
+        # What a loss may gather over the data ranks.
         shares = replace(self._shares, samples=batch.together)
         context = StepContext(
             loss_request=request,
@@ -356,15 +379,17 @@ class Trainer:
             yield
 
     def _tokens(self, batch: Batch) -> Tensor | None:
-        """With `cp`: (s,) bool on the device, which of this rank's positions between layers are not
-        padding."""
-        context = batch.tensors.get("documents")
-        if not isinstance(context, ShardedContext) or context.part is None:
+        """With `cp`: (s,) bool on the device, which of the positions that this rank has between
+        layers are not padding. None: all are real."""
+        attended = batch.tensors.get("documents")
+        if not isinstance(attended, ShardedContext) or attended.part is None:
             return None
-        if context.length not in self._real_tokens:
-            real = self._part_over_tp((context.part < context.length)[None])[0]
-            self._real_tokens[context.length] = real.to(self.device)
-        return self._real_tokens[context.length]
+        # The same for all sequences of a length, so it is copied to the device once.
+        if attended.length not in self._real_tokens:
+            is_real = (attended.part < attended.length)[None]  # (1, s)
+            own = self._part_over_tp(is_real)[0]
+            self._real_tokens[attended.length] = own.to(self.device)
+        return self._real_tokens[attended.length]
 
     # The update -----------------------------------------------------------------------------------
 
@@ -373,10 +398,13 @@ class Trainer:
         finite. `stop_asked`: this rank was asked to stop. Returns a function that waits for the
         step's result."""
         losses, sums = self._reduce(stop_asked)
-        without_room = sums.rows_without_room  # of the first try: a retry has no limit
+        # Logged also if the step is repeated: the retry has no limit, and so leaves no row out.
+        without_room = sums.rows_without_room
         if self._limit is not None:
             assert self._retry is not None
-            if read_later(without_room)().any():
+            # Here the host waits for the device.
+            has_left_out_rows = read_later(without_room)().any()
+            if has_left_out_rows:
                 self._limit = None
                 self._retry.run()
                 losses, sums = self._reduce(stop_asked)
@@ -396,6 +424,7 @@ class Trainer:
             skip = bad | (count.total() == 0)
 
             lr = self.optimizer.update(step, self._grad_factor(norm, scale), skip)
+            # Modules get the sums that they have asked for: a router corrects its bias by them.
             self._step.terms.receive(sums.terms, skip)
             if self.scale is not None:
                 self.scale.update(bad)
@@ -444,26 +473,30 @@ class Trainer:
                 return losses, own.over_ranks(self.mesh)
 
     def _own_sums(self, losses: Tensor, stop_asked: bool) -> StepSums:
-        """This rank's addends."""
+        """This rank's addends of the step's sums over all ranks."""
         now = self._step
         zero = self._zeros()
-        speaks = self.mesh.speaks_for_samples
 
+        # All ranks of `tp` have computed the losses of the same samples: one of them counts them.
+        loss = zero
         correct = zero
-        if now.correct:
-            correct = torch.stack(now.correct).sum().double()
+        targets = zero
+        if self.mesh.speaks_for_samples:
+            loss = losses.sum()
+            if now.correct:
+                correct = torch.stack(now.correct).sum().double()
+            # A stage without the loss has read the same targets.
+            if now.losses:
+                targets = self._filled(now.targets)
 
-        # Filled on the device: copying a number from the host would wait for all work queued on the
-        # device.
-        stop_requests = torch.full_like(zero, float(stop_asked))
         without_room = zero if self._limit is None else self._limit.overflow
 
         return StepSums(
-            loss=losses.sum() if speaks else zero,
+            loss=loss,
             squared_norm=self.optimizer.squared_norm(),
-            correct=correct if speaks else zero,
-            targets=torch.full_like(zero, float(now.targets)) if now.losses and speaks else zero,
-            stop_requests=stop_requests,
+            correct=correct,
+            targets=targets,
+            stop_requests=self._filled(stop_asked),
             rows_without_room=without_room,
             terms=self._own_terms(losses),
         )
@@ -480,8 +513,8 @@ class Trainer:
         return self._terms.addends(now.number, now.terms, of_sources)
 
     def _source_sums(self, mixture: Mixture, losses: Tensor) -> dict[Field, Tensor]:
-        """For each source, the sum of this rank's losses and what its samples count. Padding counts
-        in neither."""
+        """For each source (2,): the sum of the losses of this rank's samples, and of their weights.
+        Padding is in neither."""
         now = self._step
         first = self.sizes.before(now.number - 1)
         own = range(first + now.samples.start, first + now.samples.stop)
@@ -507,6 +540,11 @@ class Trainer:
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
+    def _filled(self, number: float) -> Tensor:
+        """A scalar. It is filled on the device: copying a number from the host would wait for all
+        work queued on the device."""
+        return torch.full((), float(number), dtype=torch.float64, device=self.device)
+
     # The result -----------------------------------------------------------------------------------
 
     def _result(
@@ -519,9 +557,10 @@ class Trainer:
         bad_samples: list[int] = []
         if not finite:
             bad_samples = (~losses.isfinite()).nonzero().flatten().tolist()
-        # At a scale of 1 the scale cannot be too large.
-        only_norm = math.isfinite(loss) and not math.isfinite(grad_norm)
-        overflow = only_norm and outcome.loss_scale.item() > 1
+        # In float16 a finite loss with gradients that are not: too large a loss scale, unless it is
+        # already down at its least, 1.
+        only_norm_is_bad = math.isfinite(loss) and not math.isfinite(grad_norm)
+        overflow = only_norm_is_bad and outcome.loss_scale.item() > 1
 
         terms = metrics_of(outcome.terms, step=step, divisor=outcome.weight.item())
         if self._expert_rows is not None:
@@ -543,6 +582,7 @@ class Trainer:
         )
 
     def _correct_of(self, outcome: StepOutcome) -> int | None:
+        # NaN: the outputs of the user's own loss are no logits of classes.
         is_counted = self.objective.counts_correct and not outcome.correct.isnan()
         return int(outcome.correct) if is_counted else None
 

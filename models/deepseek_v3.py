@@ -96,9 +96,13 @@ class Attention(nn.Module):
         o_i      = sum_j softmax_j(q_i . k_j / sqrt(nope + rope)) v_j
         y        = W_O [o of all heads]            hidden_size      o_proj
 
-    Why are the rotated features apart? q_i . W_UK c_j = (W_UK^T q_i) . c_j, so attention can be
-    computed with the latents of a cache alone. RoPE of W_UK c_j would put a rotation, another one
-    for each pair of tokens, in between. Training computes with the keys and values of all heads.
+    Why are the rotated features apart? Without rotation the score of query i and key j is
+
+        q_i . W_UK c_j = (W_UK^T q_i) . c_j
+
+    so generation can multiply queries by W_UK^T once, and attend to the cached latents c_j
+    themselves. If W_UK c_j was rotated, a rotation R_{j-i}, another one for each pair of tokens,
+    would stand between W_UK^T and c_j. Training makes the keys and values of all heads.
     """
 
     def __init__(self, config: Config) -> None:
@@ -106,10 +110,10 @@ class Attention(nn.Module):
         d, h = config.hidden_size, config.num_attention_heads
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.num_heads = h
-        # output widths of three projections: what is split, in turn
-        self.query_widths = [nope, rope]
-        self.latent_widths = [config.kv_lora_rank, rope]
-        self.kv_widths = [nope, config.v_head_dim]
+        # How the outputs of three projections are split along their last dim.
+        self.query_widths = [nope, rope]  # of a head: without and with rotary positions
+        self.latent_widths = [config.kv_lora_rank, rope]  # of a token: latent and rotary key
+        self.kv_widths = [nope, config.v_head_dim]  # of a head: key and value
 
         self.q_a_proj = None
         if config.q_lora_rank is None:
@@ -121,12 +125,14 @@ class Attention(nn.Module):
         self.kv_a_proj_with_mqa = nn.Linear(d, config.kv_lora_rank + rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(config.kv_lora_rank, eps=LATENT_EPS)
         self.kv_b_proj = nn.Linear(config.kv_lora_rank, h * (nope + config.v_head_dim), bias=False)
-        # Under sequence parallelism a rank has the rotary keys of its own positions only: the
-        # tp_plan gathers them where this module is, as kv_b_proj gathers the latent.
+        # A place for the tp_plan to act on: under sequence parallelism a rank has the rotary keys
+        # of its own positions, and its heads need those of all. The plan gathers them here, as it
+        # gathers the latent at kv_b_proj.
         self.rotary_key = nn.Identity()
         self.o_proj = nn.Linear(h * config.v_head_dim, d, bias=False)
 
         self.rotate = rotate_interleaved if config.rope_interleave else rotate
+        # YaRN, which slows rotations down for longer sequences, also raises the scale of scores.
         _, scaling = config.rope
         self.scale = (nope + rope) ** -0.5 * rotary_score_factor(scaling)
 
@@ -177,9 +183,9 @@ class MixtureOfExperts(nn.Module):
         d, f = config.hidden_size, config.moe_intermediate_size
         n = config.n_routed_experts
         balance = Balance(
-            n,
-            config.num_hidden_layers - config.first_k_dense_replace,
-            layer,
+            num_experts=n,
+            layers=config.num_hidden_layers - config.first_k_dense_replace,  # those with experts
+            layer=layer,
             kind=config.router_balance,
             aux_loss_coef=config.router_aux_loss_coef,
             z_loss_coef=config.router_z_loss_coef,
@@ -201,6 +207,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = MLP(d, config.n_shared_experts * f)
 
     def forward(self, x: Tensor) -> Tensor:
+        # The gate returns the routed experts of each token, and their weights.
         return self.experts(x, *self.gate(x)) + self.shared_experts(x)
 
 
@@ -281,10 +288,13 @@ class Model(nn.Module):
         for i, layer in enumerate(self.model.layers):
             x = layer(x, rotary, context.at(i))
         x = self.model.norm(x)
+        # In training, the losses of further tokens; x itself comes back as it is.
         x = self.mtp(x, lambda i: (rotary, context.at(len(self.model.layers) + i)))
         return self.lm_head(x)
 
 
+# The largest number that is not taken for a typing error, for each key that counts something. This
+# model has no `head_dim`.
 _WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _COUNTS = keys.COUNTS | dict.fromkeys(_WIDTHS, 1 << 22)
 del _COUNTS["head_dim"]
@@ -334,6 +344,7 @@ _TRANSFORMERS_DEFAULTS: dict[str, Any] = {
     "topk_group": 4,
     "routed_scaling_factor": 2.5,
 }
+# One more default of transformers. Presets do not have it: they train such layers only if asked to.
 _PREDICTIONS = {"num_nextn_predict_layers": 1}
 _YARN = {
     "rope_type": "yarn",
@@ -369,7 +380,8 @@ presets: dict[str, dict[str, Any]] = {
     },
 }
 
-# Keys of a config.json that have no effect here, some of load balancing.
+# Keys of a config.json that have no effect here. Load balancing (aux_loss_alpha, seq_aux) has keys
+# of its own: `router_aux_loss_coef`, `router_balance`.
 passed_over = keys.passed_over | {
     "output_router_logits",
     "num_mtp_layers",
@@ -442,8 +454,10 @@ def stored_as(config: Config) -> keys.Names:
     return keys.prediction_names(config, _STORED_AS)
 
 
-# What files have once more: the embedding and the head, in each layer that predicts further tokens.
+# Tensors that files have several times: in each layer that predicts further tokens, a copy of the
+# embedding and one of the head.
 stored_again = keys.prediction_copies
 
-# Tensors of files that are not read, unless the model has that layer: it predicts further tokens.
+# Tensors of files that a model without them passes over: DeepSeek-V3's layer 61 predicts further
+# tokens, and belongs to a model with `num_nextn_predict_layers` only.
 ignored = ("model.layers.61.*",)

@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (-1, -world) if world else (0, first.get(item.path, len(first)))
 
     items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    # What is there now stays to the end. A collection passes over it, and ranks that are forked
+    # share its pages. What a test freezes would never be collected, a run's groups among it.
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @pytest.hookimpl(optionalhook=True)

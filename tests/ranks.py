@@ -237,8 +237,6 @@ def serve_as_rank(requests: Connection, items: Sequence[pytest.Item], folder: Pa
     """Joins the job, and runs the tests that are asked for: (position, position of the next one or
     None)."""
     global current  # noqa: PLW0603  the fixtures of this process read it
-    # what a run of training freezes, its groups among it, would never be collected
-    gc.freeze = lambda: None
     rank = os.environ["RANK"]
     stacks = (folder / f"stack_{rank}").open("w")
     faulthandler.register(signal.SIGUSR2, file=stacks)

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+import adapter
 import context_parallel
 import data_parallel
 import expert_balance
@@ -27,6 +29,8 @@ import own_script
 import pipeline
 import tensor_parallel
 from harness import WORKLOAD, Goal, Running, Turn, chosen, median_interval, read_arguments, summary
+from meshtrain.config import Config, spec_of
+from meshtrain.data.tokens import Document, write
 from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 from side import overridden
@@ -41,6 +45,7 @@ BENCHMARKS = [
     experts,
     optimizers,
     own_script,
+    adapter,
 ]
 
 
@@ -120,6 +125,23 @@ def test_the_command_prints_its_table(
         assert (f"{goal.side} / {goal.to} " in out) == (goal.side in sides and goal.to in sides)
     apart = float(out.split("differ by at most ")[1])
     assert 0 < apart < 1e-5, "all sides trained the same model on the same samples"
+
+
+def test_both_sides_of_the_adapter_have_the_same_parameters(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        [Document(np.zeros(600, dtype=np.int64))],
+        vocab_size=1024,
+        tokenizer="none",
+        source="zeros",
+    )
+    shapes = []
+    for side in adapter.SIDES:
+        config = Config.load(WORKLOAD, [f"data.path={tmp_path}", *side.overrides])
+        model = spec_of(config).meta
+        shapes.append({name: p.shape for name, p in model.named_parameters()})
+    ours, of_transformers = shapes
+    assert ours == of_transformers
 
 
 def test_goals_name_sides_and_all_run_unless_some_are_named() -> None:

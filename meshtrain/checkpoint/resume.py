@@ -40,15 +40,16 @@ from meshtrain.job.consistency import Fingerprint, require_equal
 from meshtrain.job.process import Job
 from meshtrain.job.storage import warn, with_retries
 
-MOST_ASKED = 4  # files that another host is asked to read before they count as damaged
+# Of the files that ranks have found damaged, how many another host is asked to read.
+MOST_ASKED = 4
 
 
 @dataclass(frozen=True)
 class Choice:
     """What rank 0 has chosen; its fields travel to all ranks as JSON."""
 
-    path: str | None = None  # None: the run starts at its first step
-    problem: str | None = None  # what is wrong with it, as rank 0 sees it
+    path: str | None = None  # of a checkpoint; None: the run starts at its first step
+    problem: str | None = None  # what is wrong with its manifest, as rank 0 sees it; None: nothing
     back: bool = False  # the user asked to go back to one of the run's own checkpoints
     local_digest: str | None = None  # see `Candidate`
 
@@ -98,7 +99,7 @@ class Resume:
         self._spec = spec
         self._chosen: Chosen | None = None  # None: the run starts at its first step
 
-        # Filled on rank 0; other ranks only note what they read.
+        # Filled on rank 0, which lists the candidates; the others have only notes of their own.
         self._candidates = Candidates()
         self._damaged: list[str] = []  # what was wrong with candidates that were passed over
         self._stored: StoredCheckpoints | None = None
@@ -158,8 +159,10 @@ class Resume:
             hosts, damages = self._fill(self._chosen, state)
             if not damages:
                 break
-            if not self._chosen.local_only:  # else only one host has each file
+            # Of a checkpoint on local disks each file is on one host, and no other one can read it.
+            if not self._chosen.local_only:
                 self._require_witnesses(self._chosen, hosts, damages)
+            # Only now, when no other host could read it, the next candidate is taken.
             self._pass_over([damage.problem for damage in damages if damage is not None])
             self._agree()
         with self._job.collective_check("setting later checkpoints aside"):
@@ -182,8 +185,10 @@ class Resume:
         candidates = self._candidates
         if self._stored is not None:
             self._stored.bring_newer(candidates)
-        may_take = bool(candidates.queue) and (candidates.older or not self._damaged)
-        if not may_take:
+        # If the user names one checkpoint, an older one does not stand in for it.
+        may_take_next = candidates.older or not self._damaged
+        if not candidates.queue or not may_take_next:
+            # A run whose checkpoints are all damaged does not begin anew by itself.
             if self._damaged:
                 listed = "\n".join(f"  {line}" for line in self._damaged)
                 raise InputError(
@@ -194,15 +199,22 @@ class Resume:
             return Choice(back=candidates.back)
         first = candidates.queue[0]
         problem = None
-        if first.local_digest is None:  # else each rank has checked its own files
+        # Of a checkpoint on local disks every rank has checked the manifest and its own files,
+        # before it offered it.
+        if first.local_digest is None:
             try:
                 with_retries(lambda: open_manifest(first.path), MissingError)
             except DamagedError as error:
                 problem = str(error)
-        return Choice(str(first.path), problem, candidates.back, first.local_digest)
+        return Choice(
+            path=str(first.path),
+            problem=problem,
+            back=candidates.back,
+            local_digest=first.local_digest,
+        )
 
     def _pass_over(self, problems: list[str]) -> None:
-        """On rank 0: the first candidate is damaged."""
+        """On rank 0: drops the first candidate, which is damaged."""
         if self._job.rank == 0:
             self._damaged += dict.fromkeys(problems)
             self._candidates.queue.pop(0)
@@ -215,6 +227,7 @@ class Resume:
             choice, hosts = self._share_choice()
             if choice.path is None or choice.problem is None:
                 break
+            # Only rank 0's host has looked at the manifest so far.
             look = partial(open_manifest, Path(choice.path))
             fail_if_another_host_reads(self._job, hosts, {hosts[0]}, choice.problem, look)
             self._pass_over([choice.problem])
@@ -234,15 +247,16 @@ class Resume:
         return Choice(**fields), hosts
 
     def _open(self, path: Path, local_digest: str | None) -> Chosen:
-        """Reads the manifest on every rank, and compares what the ranks see, and rank 0 the config.
-        `path`: as rank 0 sees it."""
+        """Reads the manifest on every rank; raises if they see different ones, or if it does not
+        belong to this run's config. `path`: as rank 0 sees it."""
         with self._job.collective_check(f"reading the manifest of {path}"):
-            place = path
+            own_path = path  # as this host sees it
             if local_digest is not None and self.local is not None:
-                # each host has it on its own disk
-                folders = self.local.inventory()[step_of(path.name) or 0, local_digest]
-                place = next(iter(folders.values()))  # any: each has the same manifest
-            manifest, digest = self._read_manifest(place)
+                # On this host's disk each of its ranks has a folder, with the same manifest.
+                step = step_of(path.name) or 0
+                folders = self.local.inventory()[step, local_digest]
+                own_path = next(iter(folders.values()))
+            manifest, digest = self._read_manifest(own_path)
         seen = Fingerprint(
             f"the manifest of {path}",
             {"digest": digest},
@@ -251,17 +265,19 @@ class Resume:
         require_equal(self._job, seen)
         with self._job.collective_check("comparing the checkpoint with the config"):
             if self._job.rank == 0:
-                check(manifest, self._spec, self._job, place)
-        return Chosen(place, manifest, digest, local_only=local_digest is not None)
+                check(manifest, self._spec, self._job, own_path)
+        return Chosen(own_path, manifest, digest, local_only=local_digest is not None)
 
     def _read_manifest(self, checkpoint: Path) -> tuple[Manifest, str]:
-        """Reads the manifest, which rank 0 has already read, together with checking the files."""
-        # What rank 0 has seen may appear a little later on other hosts.
+        """The manifest of the chosen checkpoint and its digest, without looking at the other files.
+        Raises InputError or UnreadableError: this rank cannot read it."""
+        # A file that rank 0 sees may appear a little later on other hosts.
         retried = () if self._job.rank == 0 else (InputError,)
         try:
             return with_retries(lambda: read_manifest(checkpoint), *retried)
         except InputError as error:
-            # That all hosts see the run's own folder was tested when it was locked.
+            # Locking the run's own folder has shown that all hosts see it: what one host cannot
+            # read there is that host's fault, and not the user's.
             if self._job.rank > 0 and self._is_own(checkpoint):
                 raise UnreadableError(checkpoint, f"{error}, and rank 0 has read it") from error
             raise
@@ -287,15 +303,17 @@ class Resume:
             except UnreadableError as error:
                 if not chosen.local_only:
                     raise
-                # a local disk that stays unreadable counts as damaged
+                # A local disk that stays unreadable counts as damaged: an older checkpoint may do.
                 damage = Damage(str(error), error.file.name)
         report = [self._job.host, None if damage is None else asdict(damage)]
         reports = self._job.reduce("loading", report, _if_any_is_damaged)
         if not reports:
-            # Only now: a rank that found damage would not come to the collectives.
+            # The ranks exchange what they have read only if all have: one without its part could
+            # not take part in the collectives.
             exchange(state)
             if self.local is not None:
-                is_local = bool(folders)  # the shared folder is named by none
+                # `_sources` gives folders for the local disk alone.
+                is_local = bool(folders)
                 count = self._job.reduce("loading", is_local, sum)
                 self._candidates.notes.append(
                     f"{count} of {self._job.world_size} ranks read from their local disks"
@@ -305,8 +323,10 @@ class Resume:
         return hosts, damages
 
     def _sources(self, chosen: Chosen, state: State) -> list[Mapping[int, Path]]:
-        """Where this rank reads its files, in order of preference: each source maps the ranks that
-        wrote files to the folders that have them; the shared folder has all others.
+        """Where this rank may read its files, in order of preference.
+
+        A checkpoint has one file for each rank of the job that wrote it. A source maps such ranks
+        to the folders that have their files; those that it leaves out are in the shared folder.
 
         Raises MissingError: the checkpoint is on local disks only, and some files are not.
         """
@@ -314,6 +334,7 @@ class Resume:
         if self.local is None:
             return [in_shared_folder]
         manifest = chosen.manifest
+        # On another layout this rank needs parts of several files.
         on_local_disk = self.local.inventory().get((manifest.step, chosen.digest), {})
         needed = files_needed(manifest, state.placements, state.layout, self._job.rank)
         missing = needed - on_local_disk.keys()
@@ -327,8 +348,8 @@ class Resume:
     def _read(
         self, chosen: Chosen, state: State, sources: list[Mapping[int, Path]]
     ) -> Mapping[int, Path]:
-        """Reads from the first source that is intact, and returns it. Removes those that are not,
-        so that another try does not begin with them."""
+        """Reads from the first source that is intact, and returns it. Removes those before it from
+        the list, so that a retry of the whole does not begin with them."""
         while True:
             try:
                 read_shares(chosen.path, chosen.manifest, state, sources[0])
@@ -342,15 +363,15 @@ class Resume:
     def _require_witnesses(
         self, chosen: Chosen, hosts: list[str], damages: list[Damage | None]
     ) -> None:
-        """Asks other hosts about the files that some ranks have found damaged."""
+        """Raises TrainingError if another host can read a file that some ranks found damaged."""
         problems = {damage.file: damage.problem for damage in damages if damage is not None}
         names = [file_of(rank) for rank in range(len(chosen.manifest.files))]
         for name, problem in list(problems.items())[:MOST_ASKED]:
-            blind = {
-                host
-                for host, damage in zip(hosts, damages, strict=True)
-                if damage is not None and damage.file == name
-            }
+            # The hosts that cannot read it.
+            blind = set()
+            for host, damage in zip(hosts, damages, strict=True):
+                if damage is not None and damage.file == name:
+                    blind.add(host)
             look = partial(_is_intact, chosen.path, chosen.manifest, names.index(name))
             fail_if_another_host_reads(self._job, hosts, blind, problem, look)
 
@@ -360,8 +381,10 @@ class Resume:
         """Sets aside the run's own checkpoints of later steps, which would be taken for newer
         ones: on local disks by each rank, and in the shared folder and in storage by rank 0."""
         if self.local is not None:
-            is_local_only = self._chosen is not None and self._chosen.local_only
             self.local.remove_later(self.step)
+            # The local disks need not write this checkpoint again when it is saved in the shared
+            # folder.
+            is_local_only = self._chosen is not None and self._chosen.local_only
             self.local.went_on_from = self.step if is_local_only else None
         if self._job.rank != 0:
             return
@@ -380,13 +403,16 @@ class Resume:
 def _count_offers(offers: list[list[list]]) -> list[tuple[int, str, int]]:
     """Of every offered checkpoint: step, digest, and the number of ranks that offer it;
     ascending."""
-    counts = Counter((step, digest) for of_rank in offers for step, digest in of_rank)
-    return sorted((step, digest, having) for (step, digest), having in counts.items())
+    counts: Counter[tuple[int, str]] = Counter()
+    for of_rank in offers:
+        for step, digest in of_rank:
+            counts[step, digest] += 1
+    return sorted((step, digest, ranks) for (step, digest), ranks in counts.items())
 
 
 def _choice_of_rank_0(reports: list[list[Any]]) -> tuple[dict[str, Any], list[str]]:
-    """From [host, choice] of every rank: rank 0's choice and, only if another host has to be asked
-    about it, the hosts: in a large job they are long."""
+    """From [host, choice] of every rank: rank 0's choice, and if another host has to be asked about
+    it, the host of each rank: in a large job that list is long."""
     choice = reports[0][1]
     hosts = [host for host, _ in reports] if choice["problem"] is not None else []
     return choice, hosts

@@ -30,16 +30,8 @@ from meshtrain.config.keys import (
 from meshtrain.config.schema import NAMES, OWN_MODEL_KEYS, SECTIONS, ModelSection
 from meshtrain.errors import yaml_text
 from meshtrain.job import locate
+from meshtrain.layout import ABOUT_AXES
 
-_AXES = {
-    "pp": "Pipeline stages: each holds some of the blocks.",
-    "dp_replicate": (
-        "Copies of the model on different samples (DDP; with `dp_shard` above 1: HSDP)."
-    ),
-    "dp_shard": "Ranks that share one copy of the model and take different samples (FSDP).",
-    "cp": "Parts of each sequence (context parallel).",
-    "tp": "Parts of each layer (tensor parallel).",
-}
 _LAYOUT = (
     "The axes of the mesh, outermost first, in the order in which they are written: neighbouring "
     "ranks differ in the last one. The sizes multiply to the number of processes; one of them may "
@@ -93,7 +85,7 @@ def _layout_schema() -> Schema:
     return {
         "description": _LAYOUT,
         "type": ["object", "null"],
-        "properties": {axis: {"description": doc, **size} for axis, doc in _AXES.items()},
+        "properties": {axis: {"description": doc, **size} for axis, doc in ABOUT_AXES.items()},
         "additionalProperties": False,
     }
 
@@ -227,7 +219,7 @@ def markdown() -> str:
         parts.append(f"## {name}\n")
         if name == "layout":
             parts.append(_LAYOUT + "\n")
-            parts.append(_table([(axis, _SIZE, "", doc) for axis, doc in _AXES.items()]))
+            parts.append(_table([(axis, _SIZE, "", doc) for axis, doc in ABOUT_AXES.items()]))
         elif name == "model":
             parts += _model_parts()
         else:

@@ -1,8 +1,12 @@
 """The work of each block of a model on a rank, counted in a traced step of one microbatch.
 
-Of blocks that are alike only one is traced. All counts are affine in the number of samples of a
-microbatch, so traces with one and two samples determine them for any number. Blocks are traced
-uncompiled.
+Of blocks that are alike only one is traced. All counts f are affine in the number n of samples of
+a microbatch, so traces with one and two samples determine them for any number:
+
+    f(n) = f(1) + (n - 1) (f(2) - f(1))
+
+Operators are counted in uncompiled blocks. The memory of compiled ones is that of the compiler's
+graphs, in traces of their own.
 """
 
 from collections import defaultdict
@@ -57,19 +61,21 @@ from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of, first_argument, first_input
 
-# axes over which blocks send; FSDP and DDP are counted apart
+# Axes over which blocks send. What FSDP and DDP send follows from the parameters, and is no work of
+# a block.
 SENT_OVER = ("tp", "cp", "cp_heads", "cp_ring", "ep")
-# Begins of the names of operators that a compiler calls as they are, besides products and
-# attention.
+# What the names of operators begin with that a compiler does not fuse with others, besides matrix
+# products and attention.
 CALLED = ("embedding", "index_put", "scatter", "sort", "topk", "cumsum", "native_batch_norm")
 # operators that launch no kernel
 FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach")
-# Passes through a block, as phases of the step. Zero-bubble schedules defer the last one; see
-# parallel/linear/weight_grad.py.
+# The passes through a block, by the names that `live.phase` has in them. A backward alone computes
+# input gradients; weight gradients are a pass of their own, which zero-bubble schedules run later
+# (parallel/linear/weight_grad.py).
 FORWARD, BACKWARD, WEIGHT_GRAD = "forward", "backward", "weight gradient"
 
-Pairs = dict[int, tuple[Work, Work]]  # block -> its work for one sample and for two
-# Cache: `_key` -> the pairs or the error that tracing raised, and samples - 1 -> works of all
+Pairs = dict[int, tuple[Work, Work]]  # index of a block -> its work for one sample and for two
+# Cache: `_key` -> the pairs, or the error that tracing raised; and samples - 1 -> works of all
 # blocks.
 _known: dict[tuple[Any, ...], tuple[Pairs | InputError, dict[int, tuple[Work, ...]]]] = {}
 
@@ -80,16 +86,17 @@ def works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     key = _key(config, layout)
     if key not in _known:
         _known[key] = _counted(config, layout), {}
-    pairs, known = _known[key]
+    pairs, works_by_samples = _known[key]
     if isinstance(pairs, InputError):
         raise pairs
     more_samples = config.batch.micro_size - 1
-    if more_samples not in known:
-        works = {
-            i: _extrapolated(of_one, of_two, more_samples) for i, (of_one, of_two) in pairs.items()
-        }
-        known[more_samples] = tuple(works[i] for i in alike(config))
-    return known[more_samples]
+    if more_samples not in works_by_samples:
+        works = {}
+        for i, (of_one, of_two) in pairs.items():
+            works[i] = _extrapolated(of_one, of_two, more_samples)
+        # Each block has the work of the first one that is like it.
+        works_by_samples[more_samples] = tuple(works[first] for first in alike(config))
+    return works_by_samples[more_samples]
 
 
 def _splits_backward(config: Config, layout: Layout) -> bool:
@@ -103,16 +110,18 @@ def _splits_backward(config: Config, layout: Layout) -> bool:
 
 def _key(config: Config, layout: Layout) -> tuple[Any, ...]:
     """All that the works depend on, except for the number of samples."""
-    # A queue of weight gradients needs our linear layers, where torch's may do otherwise.
+    # For a schedule that splits backwards, layers have a queue of weight gradients, and linear ones
+    # are of our class. What is counted differs by that only with distributed experts, or where
+    # linear layers would be torch's own: with full recomputation.
     has_queue = _splits_backward(config, layout)
-    has_own_layers = layout.experts > 1 or config.parallel.recompute == "full"
+    depends_on_queue = layout.experts > 1 or config.parallel.recompute == "full"
     return (
         *_graph_key(config, layout),
         layout.size("cp"),
         layout.experts,
         layout.context_heads,
         config.parallel.context,
-        has_queue and has_own_layers,
+        has_queue and depends_on_queue,
     )
 
 
@@ -154,17 +163,25 @@ def _traced(
     offloads: bool = False,
 ) -> list[dict[int, Work]]:
     """Works of the blocks that are not like an earlier one, for each number of samples, traced on
-    as few ranks as possible. `puts_off`: of a backward without weight gradients; `offloads`: of
-    blocks between their neighbours (`_with_neighbours`) that offload what they save. Raises
-    InputError."""
+    as few ranks as possible.
+
+    Args:
+        samples: numbers of samples of a microbatch.
+        compiles: whether blocks are compiled; then their memory is that of the compiler's graphs.
+        puts_off: whether the backward leaves all weight gradients for later, and none is computed.
+        offloads: whether blocks offload what they save; then they are those that stand for all in
+            `_with_neighbours`, and their neighbours.
+
+    Raises:
+        InputError: the model cannot be traced.
+    """
     first = alike(config)
-    skipped = repeated(first)
-    if offloads:
-        skipped = _without_neighbours(first)
+    skipped = _without_neighbours(first) if offloads else repeated(first)
     splits_backward = _splits_backward(config, layout)
+    # A block's work depends on data ranks only if its experts are distributed over them as well.
     cp, tp = layout.size("cp"), layout.size("tp")
-    for_experts = max(1, layout.experts // (cp * tp))
-    few = layout.resized({"dp_shard": for_experts, "cp": cp, "tp": tp})
+    data_ranks = max(1, layout.experts // (cp * tp))
+    few = layout.resized({"dp_shard": data_ranks, "cp": cp, "tp": tp})
     config = replace(
         config,
         layout=few.sizes,
@@ -174,10 +191,11 @@ def _traced(
         ),
     )
     of_samples = [
-        replace(config, batch=replace(config.batch, micro_size=n, global_size=n * for_experts))
+        replace(config, batch=replace(config.batch, micro_size=n, global_size=n * data_ranks))
         for n in samples
     ]
     with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
+        # The first block of each kind is in the model, and the identity in the place of the others.
         step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
         queue = WeightGradQueue()
         if splits_backward:
@@ -188,18 +206,19 @@ def _traced(
 
 # Weight gradients that are computed later ---------------------------------------------------------
 
-# Cache: `_graph_key` -> kind of blocks -> bytes for a sample on one rank of `cp`.
+# Cache: `_graph_key` -> first block of a kind -> bytes that it leaves, for a sample on one rank of
+# `cp`.
 _left: dict[tuple[Any, ...], dict[int, float]] = {}
 
 
 def deferring_works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
-    """`works_of` of a schedule that computes weight gradients later, with what blocks leave for
-    these when their backward is done."""
+    """`works_of` for a schedule that computes weight gradients later: each work has in
+    `memory.left` what its backward leaves for its weight gradients."""
     works = works_of(config, layout)
-    first = alike(config)
     key = _graph_key(config, layout)
     if key not in _left:
         [traced] = _traced(config, layout, [1], puts_off=True)
+        # These are inputs and gradients of products: each rank of `cp` has its share of the tokens.
         parts = layout.size("cp")
         _left[key] = {i: work.memory.left * parts for i, work in traced.items()}
     share = config.batch.micro_size / layout.size("cp")
@@ -207,36 +226,36 @@ def deferring_works_of(config: Config, layout: Layout) -> tuple[Work, ...]:
     for i, left in _left[key].items():
         memory = replace(works[i].memory, left=share * left)
         deferring[i] = replace(works[i], memory=memory)
-    return tuple(deferring[i] for i in first)
+    return tuple(deferring[first] for first in alike(config))
 
 
 # Compiled blocks ----------------------------------------------------------------------------------
 
 
-# Cache: `_key` and samples -> memory of each kind of blocks, compiled.
+# Cache: (`_key`, samples of a microbatch) -> first block of a kind -> its memory, compiled.
 _compiled: dict[tuple[Any, ...], dict[int, BlockMemory]] = {}
 
 
 def compiled_works_of(config: Config, layout: Layout, exact: bool = True) -> tuple[Work, ...]:
     """`works_of` with the memory of compiled blocks, which the compiler's graphs decide.
 
-    Graphs take seconds. Without `exact` they are those of one rank and one sample, on which the
-    share that compiled blocks take of the memory of uncompiled ones hardly depends.
+    To make the graphs takes seconds. With `exact` they are made for this layout and number of
+    samples. Without, for one rank and one sample, and known from then on: the ratio of a compiled
+    block's memory to that of the same block uncompiled hardly depends on these.
     """
     works = works_of(config, layout)
-    first = alike(config)
     if exact:
         memory = _compiled_memory(config, layout)
     else:
-        element = compute_size(config.train.precision)
         few = _few_ranks(layout)
         single = _of_one_sample(config, few)
-        known, compiled = works_of(single, few), _compiled_memory(single, few)
-        memory = {
-            i: _shared(works[i].memory, known[i].memory, compiled[i], element) for i in compiled
-        }
+        uncompiled = works_of(single, few)
+        element = compute_size(config.train.precision)
+        memory = {}
+        for i, compiled in _compiled_memory(single, few).items():
+            memory[i] = _in_proportion(works[i].memory, uncompiled[i].memory, compiled, element)
     changed = {i: replace(works[i], memory=memory[i]) for i in memory}
-    return tuple(changed[i] for i in first)
+    return tuple(changed[first] for first in alike(config))
 
 
 def _compiled_memory(config: Config, layout: Layout) -> dict[int, BlockMemory]:
@@ -248,7 +267,7 @@ def _compiled_memory(config: Config, layout: Layout) -> dict[int, BlockMemory]:
 
 
 def _few_ranks(layout: Layout) -> Layout:
-    """One rank, or two over which experts are dealt out."""
+    """One rank; or two, if the layout distributes experts."""
     ranks = min(layout.experts, 2)
     return Layout({"dp_shard": ranks}).with_experts(ranks)
 
@@ -263,24 +282,27 @@ def _of_one_sample(config: Config, layout: Layout) -> Config:
     )
 
 
-def _shared(
-    memory: BlockMemory, known: BlockMemory, compiled: BlockMemory, element: int
+def _in_proportion(
+    memory: BlockMemory, uncompiled: BlockMemory, compiled: BlockMemory, element: int
 ) -> BlockMemory:
-    """Memory of a block that changes by compiling like a known one. `element`: bytes of an element
-    of a weight gradient."""
+    """A block's memory if compiling changes it by the same ratios as a smaller one: `memory` times
+    `compiled` / `uncompiled`, part by part. `element`: bytes of an element of a weight gradient."""
 
-    def share(part: Callable[[BlockMemory], float]) -> float:
-        return part(memory) * part(compiled) / part(known) if part(known) else part(memory)
+    def scaled(part: Callable[[BlockMemory], float]) -> float:
+        before = part(uncompiled)
+        if not before:
+            return part(memory)
+        return part(memory) * part(compiled) / before
 
     def backward(of: BlockMemory) -> float:
-        # A graph returns all gradients of weights together.
+        # A graph returns all weight gradients together, so its backward has no parts.
         return max(live.activations + element * live.made for live in of.backward)
 
     return replace(
         memory,
-        saved=share(lambda of: of.saved),
-        forward=share(lambda of: of.forward),
-        backward=(Live(share(backward)),),
+        saved=scaled(lambda of: of.saved),
+        forward=scaled(lambda of: of.forward),
+        backward=(Live(scaled(backward)),),
     )
 
 
@@ -320,7 +342,7 @@ def offloading_works_of(
         memory, offloaded = own.memory, own.offloaded
         if compiled and not exact:
             before, after = uncompiled[i].memory, works[i].memory
-            memory = _shared(memory, before, after, element)
+            memory = _in_proportion(memory, before, after, element)
             offloaded *= after.saved / max(before.saved, 1)
         memory = replace(memory, left=works[i].memory.left)
         offloading[i] = replace(works[i], memory=memory, offloaded=offloaded)
@@ -350,18 +372,19 @@ def _without_neighbours(first: Sequence[int]) -> tuple[int, ...]:
 
 
 def _put_off_weight_grads(model: nn.Module, queue: WeightGradQueue) -> None:
-    """Gives linear layers a queue of weight gradients, as the pipeline does."""
+    """Gives linear layers a queue of weight gradients, as the pipeline does, and leaves the kind of
+    their products as it is."""
     layers = [module for module in model.modules() if isinstance(module, ProductsLayer)]
     products = [layer.products for layer in layers]
     use_products(model, queue=queue)
     for layer, own in zip(layers, products, strict=True):
-        layer.products = own  # those of float8 stay
+        layer.products = own  # for instance float8
 
 
 class _SentBytes(CommBytes):
     """Bytes that this rank sent, whose listener hears of every message."""
 
-    listener: Callable[[str, str, float], None] | None = None
+    listener: Callable[[str, str, float], None] | None = None  # (axis, kind, bytes)
 
     def add(self, axis: str, kind: str, sent: float) -> None:
         super().add(axis, kind, sent)
@@ -386,7 +409,8 @@ class _UnshardedMesh(Mesh):
 
 
 def _extrapolated(of_one: Any, of_two: Any, more: int) -> Any:
-    """The value for `1 + more` samples, from the same value for one sample and for two."""
+    """The value for `1 + more` samples, from the same value for one sample and for two. Records and
+    tuples are taken apart, down to their numbers."""
     if isinstance(of_one, Work | Pass | Product | Send | BlockMemory | Live):
         changed = {
             name: _extrapolated(value, getattr(of_two, name), more)
@@ -407,10 +431,12 @@ def _extrapolated(of_one: Any, of_two: Any, more: int) -> Any:
 def _extrapolated_products(
     of_one: Sequence[Product], of_two: Sequence[Product], more: int
 ) -> tuple[Product, ...]:
-    once, twice = _times(of_one), _times(of_two)
+    """Products of each size, as many as there are with `1 + more` samples."""
+    times_of_one = _times(of_one)
+    times_of_two = _times(of_two)
     products = []
-    for product in once | twice:
-        times = _extrapolated(once.get(product, 0), twice.get(product, 0), more)
+    for product in times_of_one | times_of_two:
+        times = _extrapolated(times_of_one.get(product, 0), times_of_two.get(product, 0), more)
         products.append(replace(product, times=times))
     return tuple(products)
 
@@ -428,60 +454,65 @@ def _times(products: Sequence[Product]) -> dict[Product, float]:
 
 @dataclass
 class Tally:
-    """Counts of one pass through a block."""
+    """Counts of one pass through a block, as the fields of `Pass`."""
 
     products: list[Product] = field(default_factory=list)
     attention_flops: float = 0
-    moved: float = 0
+    moved: float = 0  # bytes
     operators: int = 0
     sends: list[Send] = field(default_factory=list)
     dataflow: Dataflow = field(default_factory=Dataflow)
 
     def as_pass(self, compiles: bool) -> Pass:
         """`compiles`: whether the block can be compiled."""
-        fused = self.dataflow.traffic() if compiles else None
-        return Pass(
-            tuple(self.products),
-            self.attention_flops,
-            self.moved,
-            self.operators,
-            _together(self.sends),
-            fused_moved=None if fused is None else fused.moved,
-            fused_operators=None if fused is None else fused.kernels,
+        counted = Pass(
+            products=tuple(self.products),
+            attention_flops=self.attention_flops,
+            moved=self.moved,
+            operators=self.operators,
+            sends=_together(self.sends),
         )
+        if not compiles:
+            return counted
+        fused = self.dataflow.traffic()
+        return replace(counted, fused_moved=fused.moved, fused_operators=fused.kernels)
 
 
 def _together(sends: Iterable[Send]) -> tuple[Send, ...]:
-    """One Send for all of an axis and a kind that travel beside the same products."""
-    alike: dict[tuple[Any, ...], Send] = {}
+    """Joins messages of the same axis and kind: those that the rank waits for at once, and apart
+    from them those during which it multiplies."""
+    joined: dict[tuple[Any, ...], Send] = {}
     for send in sends:
-        # Beside nothing, or each beside its own layer's.
-        key = send.axis, send.kind, bool(send.beside)
-        if key in alike:
-            known = alike[key]
+        is_hidden = bool(send.beside)
+        key = send.axis, send.kind, is_hidden
+        if key in joined:
+            earlier = joined[key]
             send = replace(
-                known,
-                nbytes=known.nbytes + send.nbytes,
-                times=known.times + send.times,
-                beside=known.beside + send.beside,
+                earlier,
+                nbytes=earlier.nbytes + send.nbytes,
+                times=earlier.times + send.times,
+                beside=earlier.beside + send.beside,
             )
-        alike[key] = send
-    return tuple(alike.values())
+        joined[key] = send
+    return tuple(joined.values())
 
 
 @dataclass
 class LiveSizes:
-    """Live bytes around one block. Weight gradients are counted apart: what becomes of them, FSDP
-    and DDP decide."""
+    """Live bytes around one block, for its `BlockMemory`. Weight gradients are counted apart: what
+    becomes of them, FSDP and DDP decide."""
 
-    level: float = 0  # of activations before its forward, without its input
-    gradients: float = 0  # alive before its forward
+    # What was alive before its forward, and is not the block's: activations without its input, and
+    # weight gradients.
+    level: float = 0
+    gradients: float = 0
+    # Fields of `BlockMemory`. The last part of `backward` is the one that runs.
     forward: float = 0
     saved: float = 0
     sums: float = 0
     sent: float = 0  # to the host in its forward
     backward: list[Live] = field(default_factory=lambda: [Live(0)])
-    left: float = 0  # of activations when its backward is done, its input's gradient not counted
+    left: float = 0  # without its input's gradient
 
     def enter(self, live: LiveBytes, input_bytes: float, link: HostLink) -> None:
         self.gradients = live.sizes[GRADIENTS]
@@ -497,24 +528,26 @@ class LiveSizes:
 
     def look(self, live: LiveBytes, in_forward: bool) -> None:
         """Takes the live bytes after an operator of the block."""
-        if in_forward:
-            beside = live.sizes[GRADIENTS] - self.gradients
-            self.forward = max(self.forward, self._activations(live) + beside)
-            return
         activations = self._activations(live)
-        temporary = live.sizes[GRADIENTS] - self.gradients
+        new_gradients = live.sizes[GRADIENTS] - self.gradients
+        if in_forward:
+            # A head that computes the loss makes its weight gradient here.
+            self.forward = max(self.forward, activations + new_gradients)
+            return
         now = self.backward[-1]
         self.backward[-1] = replace(
             now,
             activations=max(now.activations, activations),
-            temporary=max(now.temporary, temporary),
+            temporary=max(now.temporary, new_gradients),
         )
 
     def made(self, elements: int) -> None:
-        """Notes a weight gradient that the backward has just made."""
-        now = replace(self.backward[-1], made=self.backward[-1].made + elements)
-        self.backward[-1] = now
-        self.backward.append(Live(0, made=now.made))
+        """Notes a weight gradient that the backward has just made: it ends a part of the backward,
+        and counts in all parts from there on."""
+        ended = self.backward[-1]
+        made = ended.made + elements
+        self.backward[-1] = replace(ended, made=made)
+        self.backward.append(Live(0, made=made))
 
     def leave_backward(self, live: LiveBytes, grad: Tensor) -> None:
         self.left = self._activations(live) - _nbytes(grad)
@@ -527,7 +560,7 @@ class LiveSizes:
 
 
 class _CountedError(Exception):
-    """All microbatches have been counted."""
+    """Ends a step when all of its microbatches that count have been counted."""
 
 
 @dataclass
@@ -535,8 +568,8 @@ class _UnderWay:
     """A message that has been sent and not waited for, and what is multiplied meanwhile."""
 
     axis: str
-    sends: list[Send]
-    index: int  # among `sends`
+    sends: list[Send]  # of the tally that has counted it
+    index: int  # of it among these
     beside: list[Product] = field(default_factory=list)
 
 
@@ -570,23 +603,26 @@ class CountedStep(TracedStep):
                 group = axis_group(self.mesh, axis)
                 group.measured_wait = partial(self._waiting, group.axis)
 
-        # The first microbatch creates lasting state, such as gradients. The last would also sum
-        # them over ranks, which is no work of the blocks: the step ends before it.
+        # One step runs a microbatch of each config, between two that do not count. The first one
+        # creates lasting state, such as gradients. The last one would also sum them over ranks,
+        # which is no work of the blocks: the step ends before it.
         configs = [configs[0], *configs, configs[0]]
         batches = [prepared_batch(config, self.mesh) for config in configs]
-        works: list[tuple[Work, ...]] = []
-        begun = 0
+        works: list[tuple[Work, ...]] = []  # of the microbatches that are done
+        begun = 0  # number of microbatches
 
         def begin(*unused: Any) -> None:
             nonlocal begun
             if begun > 0:
                 works.append(self._works(names))
+                # From the second microbatch on operators are counted.
                 self.live.watch = self._count
             if begun == len(batches) - 1:
                 raise _CountedError
             self._begin_microbatch(routed_rows(configs[0], batches[begun], self.mesh))
             begun += 1
 
+        # The forward of a microbatch begins where the backward of the one before it has ended.
         self.model.register_forward_pre_hook(begin)
         with (
             watched(self.live),
@@ -597,7 +633,7 @@ class CountedStep(TracedStep):
                 self.live.see(to_local(parameter.detach()))
             with suppress(_CountedError):
                 self.trainer.forward_backward(1, batches)
-        return works[1:]
+        return works[1:]  # without the first microbatch
 
     def _begin_microbatch(self, rows: int) -> None:
         self.live.rows = rows
@@ -607,38 +643,35 @@ class CountedStep(TracedStep):
         self.live.block = ""
 
     def _works(self, names: Mapping[nn.Module, str]) -> tuple[Work, ...]:
+        """Works of all blocks in the microbatch that has just ended."""
         sizes = [self.sizes[name] for name in names.values()]
         if self.link is not None:
             # The caller of a block may hold an input that has left, until the block returns.
-            for own, next_one in pairwise(sizes):
-                own.saved = next_one.level - own.level
+            for one, next_one in pairwise(sizes):
+                one.saved = next_one.level - one.level
+        # When the backward of a block is done, what it and the blocks behind it have left is there:
+        # the difference to the next block is its own.
         left = [of_block.left for of_block in sizes]
+        own_left = [max(here - behind, 0.0) for here, behind in pairwise([*left, 0.0])]
         works = []
-        # When the backward of a block is done, there is what it and those behind it have left.
-        for (block, name), (here, behind) in zip(
-            names.items(), pairwise([*left, 0.0]), strict=True
-        ):
-            works.append(self._work(block, name, left=max(here - behind, 0.0)))
+        for (block, name), own in zip(names.items(), own_left, strict=True):
+            works.append(self._work(block, name, left=own))
         return tuple(works)
 
     def _work(self, block: nn.Module, name: str, left: float) -> Work:
-        sizes = self.sizes[name]
-        whole = state_parameters(block)
-        named = block.named_parameters(prefix=name)
-        forward, input_grad, weight_grad = (
-            self.tallies[name, one].as_pass(self._compiles(block))
-            for one in (FORWARD, BACKWARD, WEIGHT_GRAD)
-        )
+        states = state_parameters(block)
+        parameters = []
+        for full_name, parameter in block.named_parameters(prefix=name):
+            parameters.append(_before_fsdp(full_name, parameter, parameter in states))
+        compiles = self._compiles(block)
         return Work(
             name,
-            parameters=tuple(
-                _before_fsdp(own, parameter, parameter in whole) for own, parameter in named
-            ),
-            forward=forward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
-            memory=replace(sizes.memory(), left=left),
-            offloaded=sizes.sent,
+            parameters=tuple(parameters),
+            forward=self.tallies[name, FORWARD].as_pass(compiles),
+            input_grad=self.tallies[name, BACKWARD].as_pass(compiles),
+            weight_grad=self.tallies[name, WEIGHT_GRAD].as_pass(compiles),
+            memory=replace(self.sizes[name].memory(), left=left),
+            offloaded=self.sizes[name].sent,
         )
 
     def _sized(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -650,22 +683,26 @@ class CountedStep(TracedStep):
             sizes = self.sizes[name]
             inputs = first_input(first, args, kwargs)
             sizes.enter(self.live, _nbytes(inputs), link)
+            # The gradient of the input is the last thing that the block's backward makes.
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(partial(sizes.leave_backward, self.live))
             output = forward(*args, **kwargs)
             sizes.leave(self.live, _nbytes(output), link)
-            # A view is a tensor of its own: the next block hooks its input's gradient.
+            # The next block puts a hook on this tensor: a view is one of its own, also where a
+            # block returns its input.
             return output if name == self.last else output.view_as(output)
 
         return run
 
     @contextmanager
     def _in_weight_grad(self) -> Iterator[None]:
+        """What encloses the computation of a weight gradient."""
         live = self.live
         phase, part = live.phase, live.part
         live.part = GRADIENTS
-        if phase == BACKWARD:  # a head that computes the loss makes its own in the forward
+        # A head that computes the loss makes its own in the forward, to which that counts.
+        if phase == BACKWARD:
             live.phase = WEIGHT_GRAD
         try:
             yield
@@ -679,10 +716,11 @@ class CountedStep(TracedStep):
         return not (has_experts and self.recomputes)
 
     def _send(self, axis: str, kind: str, sent: float) -> None:
+        """Called with every message, of `sent` bytes."""
         if axis in SENT_OVER:
             sends = self._tally().sends
             sends.append(Send(axis, kind, sent))
-            self.under_way.append(_UnderWay(axis, sends, len(sends) - 1))
+            self.under_way.append(_UnderWay(axis, sends, index=len(sends) - 1))
 
     @contextmanager
     def _waiting(self, axis: str) -> Iterator[None]:
@@ -690,42 +728,50 @@ class CountedStep(TracedStep):
         for message in self.under_way:
             if message.axis == axis:
                 self.under_way.remove(message)
-                beside = tuple(message.beside)
-                message.sends[message.index] = replace(message.sends[message.index], beside=beside)
+                # Only now it is known what was multiplied meanwhile.
+                send = message.sends[message.index]
+                message.sends[message.index] = replace(send, beside=tuple(message.beside))
                 break
         yield
 
     def _tally(self) -> Tally:
+        """That of the current block and pass; outside of all blocks that of the last block."""
         return self.tallies[self.live.block or self.last, self._pass()]
 
     def _pass(self) -> str:
         return self.live.phase if self.live.phase in (BACKWARD, WEIGHT_GRAD) else FORWARD
 
     def _count(self, func: Any, args: Any, out: Any) -> None:
-        """Called with every operator."""
+        """Called with every operator that has run: its function, arguments and results."""
         name = func.name().split(".")[0]
         if name in implementations and name not in WITHOUT_SHAPES:
-            return  # its inner operators were counted
-        on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
-        namespace, _, short = name.partition("::")
-        if not on_device or short in FREE or (is_view(func) and _has_memory_of(out, args)):
+            return  # one of ours, whose inner operators were counted
+        if not _launches_kernel(func, args, out):
             return
         tally = self._tally()
-        product = _product(name, args, out)
         tally.operators += 1
+
+        # An operator costs one thing: products and attention are bound by arithmetic, messages by
+        # the network, and all others by memory.
+        namespace, _, short = name.partition("::")
+        product = _product(name, args, out)
+        is_attention = "attention" in name
         moved = 0.0
         if product is not None:
             tally.products.append(product)
             for message in self.under_way:
                 message.beside.append(product)
-        elif "attention" in name:
+        elif is_attention:
             tally.attention_flops += _attention_flops(func, args)
-        elif namespace != "c10d":  # a message's bytes are counted as sent
+        elif namespace != "c10d":  # of a message `_send` has counted the bytes
             moved = _nbytes(args) + _nbytes(out)
         tally.moved += moved
-        is_called = product is not None or "attention" in name or short.startswith(CALLED)
+
+        # The same in compiled blocks, where the compiler fuses what it can.
+        is_called = product is not None or is_attention or short.startswith(CALLED)
         is_fused = namespace == "aten" and not is_called
         tally.dataflow.add(func, args, out, is_fused, moved)
+
         if self.live.block:
             sizes = self.sizes[self.live.block]
             sizes.look(self.live, in_forward=self._pass() == FORWARD)
@@ -733,8 +779,18 @@ class CountedStep(TracedStep):
                 sizes.made(out.numel())
 
 
+def _launches_kernel(func: Any, args: Any, out: Any) -> bool:
+    """Whether an operator runs something on the device."""
+    on_device = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, out)))
+    if not on_device:
+        return False
+    _, _, short = func.name().split(".")[0].partition("::")
+    return short not in FREE and not (is_view(func) and _has_memory_of(out, args))
+
+
 def _before_fsdp(name: str, parameter: nn.Parameter, is_state: bool) -> Parameter:
-    """A parameter as tp and ep have left it. `is_state`: of a module, which is never sharded."""
+    """A parameter as tp and ep have left it, on the traced mesh, which has no FSDP. `is_state`: it
+    is the state of a module (`state_parameters`), which FSDP never shards."""
     local = to_local(parameter.detach())
     mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
     if is_state:
@@ -767,20 +823,23 @@ def _has_memory_of(out: Any, args: Any) -> bool:
 def _attention_flops(func: Any, args: Any) -> float:
     """FLOPs on the pairs of a query and a key that it sees: causal kernels skip all others."""
     name = func.name()
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    argument_names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(argument_names, args, strict=False))
     is_backward = "backward" in name
     if is_backward:
         args = args[1:]  # without the gradient of the output
     q, k, v = args[:3]
-    key_dim = 2 if "dot_product" in name else 1
-    # (h, s, e) or, with sequences laid end to end, (s, h, e): of which a query sees its own.
-    own = k.shape[key_dim] if k.dim() == 4 else given["max_k"]
-    queries_of_row = q.shape[key_dim] if q.dim() == 4 else given["max_q"]
-    keys = own
+    # (b, h, s, e) for torch's scaled_dot_product_* operators, and (b, s, h, e) for those of the
+    # kernels themselves. Or (tokens, h, e): sequences laid end to end, of which a query sees its
+    # own, taken to be of the greatest length.
+    token_dim = 2 if "dot_product" in name else 1
+    keys_of_row = k.shape[token_dim] if k.dim() == 4 else given["max_k"]
+    queries_of_row = q.shape[token_dim] if q.dim() == 4 else given["max_q"]
+    keys = keys_of_row  # that a query sees, on average
     if given.get("is_causal"):
         # The last query sees all keys, and each one before it one less.
-        keys = own - (queries_of_row - 1) / 2
-    queries = q.numel() // q.shape[-1]
+        keys = keys_of_row - (queries_of_row - 1) / 2
+    queries = q.numel() // q.shape[-1]  # over all rows and heads
     forward = 2 * queries * keys * (q.shape[-1] + v.shape[-1])
     # The backward has five products for the forward's two, as it computes the scores again.
     return 2.5 * forward if is_backward else forward
@@ -812,26 +871,30 @@ def _product(name: str, args: Any, out: Any) -> Product | None:
 
 
 def _convolution(args: Any, out: Any, is_backward: bool) -> Product:
-    """A convolution multiplies a vector at each position."""
+    """A convolution as a product: at each position of its output (or, if it is transposed, of its
+    input) a vector is multiplied by the weight as a matrix."""
     if is_backward:
         output, x, weight = args[:3]
         transposed = args[7]
         with_input, with_weight, _ = args[-1]  # which gradients it computes
-        times = with_input + with_weight
+        times = with_input + with_weight  # each as large as the forward's
     else:
         output, x, weight = out, args[0], args[1]
         transposed = args[6]
         times = 1
-    positions = x if transposed else output
-    return Product(
-        positions.numel() // positions.shape[1], weight.shape[0], weight[0].numel(), times
-    )
+    at = x if transposed else output
+    positions = at.numel() // at.shape[1]  # without the dim of channels
+    return Product(m=positions, n=weight.shape[0], k=weight[0].numel(), times=times)
 
 
 def _grouped(a: Tensor, b: Tensor) -> Product:
-    """The products of experts with their rows, taken to be equally many."""
-    if b.dim() == 2:  # weight gradient: each expert sums over its rows
-        return Product(a.shape[1], b.shape[1], a.shape[0])
+    """The products of experts with their rows a (rows, k), taken to be equally many for each."""
+    rows, k = a.shape
+    if b.dim() == 2:
+        # The weight gradient, of a and the output's gradient b (rows, n). Each expert sums over its
+        # own rows, which together are all of them.
+        return Product(m=k, n=b.shape[1], k=rows)
+    # The weights b: (experts, k, n), or transposed.
     experts = b.shape[0]
-    width = b.shape[-1] if b.shape[-2] == a.shape[1] else b.shape[-2]
-    return Product(max(1, a.shape[0] // experts), width, a.shape[1], times=experts)
+    n = b.shape[-1] if b.shape[-2] == k else b.shape[-2]
+    return Product(m=max(1, rows // experts), n=n, k=k, times=experts)

@@ -66,9 +66,8 @@ from meshtrain.pipeline.stage import OtherStageBlock, blocks_of, has_forward
 
 __all__ = ["ParallelOptions", "parallelize"]  # the former is defined in options.py
 
-# Devices where layers that share an input compute one product, in 16 bits, compiled and without
-# FSDP, which gathers each weight into separate memory. On CPUs one product takes as long as
-# several.
+# Devices on which layers with the same input (q, k and v; gate and up) may multiply by one merged
+# weight. On CPUs one large product takes as long as several.
 MERGED_ON = ("cuda",)
 
 
@@ -97,6 +96,8 @@ def parallelize(model: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
     prepare(model, mesh, settings)
     _warn_of_whole_sequences(model, mesh, settings)
     subject = Subject(model=model, layout=mesh.layout, mesh=mesh, options=settings)
+    # The checks also settle options that are left open: they turn sequence parallelism off where
+    # the model is right only without it.
     settings = check_model(Moment.PLAIN, subject)
     settings = apply_tensor_parallel(model, mesh, settings)
     apply_expert_parallel(model, mesh, settings)
@@ -129,7 +130,8 @@ def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _warn_of_whole_sequences(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
-    """A plan without an embedding that splits the sequence costs memory, which is easily missed."""
+    """Warns if sequence parallelism is off because no embedding of the plan splits the sequence:
+    nothing else shows that every rank of `tp` then holds the activations of all tokens."""
     if mesh.rank > 0 or mesh.size("tp") == 1 or options.sequence_parallel is not None:
         return
     if not plan_splits_sequence(plan_of(model, "tp_plan", options.tp_plan) or {}):
@@ -152,21 +154,27 @@ def apply_tensor_parallel(
     if tp.sequence_parallel:
         part = part._replace(tp=mesh.size("tp"), tp_index=mesh.index("tp"))
     bind_dropout(model, part, mesh.index("tp"))
-    group = axis_group(mesh, "tp")
+    group = axis_group(mesh, "tp")  # one object, which all layers find by the mesh
     group.measured_wait = options.measured_wait
     _fuse_products_with_messages(group, mesh, options, sequence_parallel=tp.sequence_parallel)
     replace_layers(model, tp)
-    vars(model)["has_sequence_part"] = tp.sequence_parallel
+    vars(model)["has_sequence_part"] = tp.sequence_parallel  # see the function of that name
     return replace(options, sequence_parallel=tp.sequence_parallel)
 
 
 def _fuse_products_with_messages(
     group: AxisGroup, mesh: Mesh, options: ParallelOptions, *, sequence_parallel: bool
 ) -> None:
-    """Lets products and their messages run as one kernel."""
+    """Lets products and their messages run as one kernel, by `parallel.symmetric_memory`."""
     if options.symmetric_memory is True:
         group.fuse()
-    elif options.symmetric_memory and sequence_parallel and not group.on_cpu and not group.choice:
+        return
+    is_auto = options.symmetric_memory == "auto"
+    # Only the messages of sequence parallelism have such kernels, and only on GPUs.
+    has_kernels = sequence_parallel and not group.on_cpu
+    # Stages of a rank share the group: the first has asked the others of `tp` for all of them.
+    is_decided = bool(group.choice)
+    if is_auto and has_kernels and not is_decided:
         group.fuse_if_possible(torch.device(mesh.device_type))
 
 
@@ -219,8 +227,8 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, options: ParallelOptions) 
 
 
 def _warn_of_containers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
-    """What is never called (an nn.ModuleList) has no forward at which it could be gathered: the
-    model's start does it."""
+    """Warns of blocks that are containers, such as an nn.ModuleList, and have no forward: they are
+    gathered where the model's own forward begins, and neither recomputed nor compiled."""
     containers = [block for block in blocks_of(model) if not has_forward(block)]
     if containers and mesh.rank == 0 and (options.recompute != "none" or options.compile):
         kind = type(containers[0]).__name__
@@ -240,9 +248,12 @@ def _unit_blocks(model: nn.Module, options: ParallelOptions) -> list[nn.Module]:
 
 def _choose_products(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> None:
     """How linear layers multiply, and where their weights' gradients are added."""
-    if not mesh.uses_fsdp:  # FSDP has separate gradients of gathered parameters
-        # Our products add weight gradients in place. On CPUs torch's own layers are faster all the
-        # same. And only torch's layers let a block's last product out of its full recomputation.
+    # Not under FSDP, where gathered parameters have gradients of their own.
+    if not mesh.uses_fsdp:
+        # Our layers add a weight's gradient to the one that is there, in the same product. On CPUs
+        # torch's layers are faster all the same. And with full recomputation torch's layers take
+        # one product less: no backward needs the result of a block's last one, and the
+        # recomputation stops before it.
         if mesh.device_type == "cuda" and options.recompute != "full":
             use_products(model)
         let_products_accumulate(model)
@@ -254,17 +265,20 @@ def _choose_products(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> 
             compiled=options.compile,
             traced=options.trace,
         )
+    # Without compilation parts of the merged output would have to be copied; without 16-bit copies,
+    # and under FSDP, which gathers each weight apart, weights are not adjacent in memory.
     merges = options.compile and is_mixed(options.precision) and mesh.device_type in MERGED_ON
     if merges and not mesh.uses_fsdp:
         _merge_weights(model, plan_of(model, "tp_plan", options.tp_plan) or {})
 
 
 def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Merges the layers of a module that a plan splits column-wise: they share their input, here as
-    over `tp`."""
+    """Merges the weights of layers with the same input: those of a module that the plan splits
+    column-wise, as over `tp`, here also without `tp`."""
+    # (name of the module, width of the input) -> its layers
     columns: dict[tuple[str, int], list[nn.Linear]] = {}
     for name, module in model.named_modules():
-        # Pruning replaces the weight.
+        # Not one whose weight a hook computes (pruning, weight norm): then it is no parameter.
         is_plain = type(module) in (nn.Linear, Linear) and "weight" in own_parameters(module)
         if is_plain and style_of(plan, [name]) == Colwise.word:
             module.__class__ = Linear
@@ -272,6 +286,8 @@ def _merge_weights(model: nn.Module, plan: Mapping[str, str]) -> None:
             columns.setdefault((parent, module.in_features), []).append(module)
     for (parent, _), layers in columns.items():
         share_input(layers, model.get_submodule(parent))
+    # Layers over `tp` share inputs already. The rows that are merged have to be those that a rank
+    # holds, multiplied by plain products.
     for module in model.modules():
         for shared in getattr(module, "shared_inputs", ()):
             shared.merges = all(
@@ -284,7 +300,7 @@ def _fuse_loss(model: nn.Module, options: ParallelOptions) -> None:
     heads = []
     if options.fuse_loss:
         heads.append(blocks_of(model)[-1])  # of a stage: its own, or a placeholder
-    # Those of predictions give nothing but a loss.
+    # Heads of further tokens return a loss and nothing else, whatever `fuse_loss` says.
     heads += prediction_heads(model)
     for head in heads:
         if can_fuse(head):
@@ -327,16 +343,19 @@ def _sum_over_replicas(
 
     if mesh.size(REPLICATE) > 1 and not mesh.uses_fsdp:
         add_sync(REPLICATE, of_experts=False)
+    # FSDP sums the gradients of experts that it shards.
     if experts and mesh.size(EXPERT_REPLICATE) > 1 and mesh.size(EXPERT_SHARD) == 1:
         if not options.trace:
-            # Beside FSDP's parameters they have no memory yet, which buckets need.
+            # Buckets need parameters with memory. Under FSDP the model is still on the meta device,
+            # and FSDP leaves these experts there.
             for module in experts:
                 allocate(module, torch.device(mesh.device_type))
         add_sync(EXPERT_REPLICATE, of_experts=True)
 
 
 def _measured_context(mesh: Mesh, options: ParallelOptions) -> ContextParallel | None:
-    """The groups over which attention combines parts of sequences; waits for them are measured."""
+    """The groups over which attention exchanges parts of sequences, made to measure their waits;
+    None: without `cp` there is none."""
     if mesh.size("cp") == 1:
         return None
     context = context_parallel_of(mesh, options)  # the same groups that attention uses
@@ -382,22 +401,27 @@ def _wrap_blocks(
 ) -> None:
     """Replaces each block's forward. Modules are not wrapped, so parameter names do not change."""
     copies = ComputeCopies(compute_dtype(options.precision))
-    casts = is_mixed(options.precision) and not mesh.uses_fsdp  # FSDP casts what it gathers
-    # Experts that FSDP does not shard cast their own, even beside it.
-    casts_experts = is_mixed(options.precision) and mesh.uses_fsdp and mesh.size(EXPERT_SHARD) == 1
+    mixed = is_mixed(options.precision)
+    casts = mixed and not mesh.uses_fsdp  # FSDP casts what it gathers
+    # Beside FSDP, experts that it does not shard cast their own parameters.
+    casts_experts = mixed and mesh.uses_fsdp and mesh.size(EXPERT_SHARD) == 1
     if casts or (casts_experts and experts):
+        # A gradient sync hears when the step's last backward begins and ends: until then weights,
+        # and so their copies, stay.
         add_gradient_sync(model, copies)
     if casts_experts:
         for module in experts:
-            # The weights of a token's experts are float32 inputs that must not be rounded.
+            # Inputs are not cast: among them are the router's weights of each token's experts, in
+            # float32, which must not be rounded.
             module.forward = never_compiled(
                 cast_to_compute_dtype(module, module.forward, copies, cast_inputs=False)
             )
     offload = ActivationOffload(options.host_link, "meta" if options.trace else mesh.device_type)
     for block, is_trained in _blocks_and_training(model, blocks):
         wrapping = _wrapping_of(block, options, is_trained=is_trained)
-        saves = is_trained and not is_single_layer(block)
-        offloaded = saves and options.offloads_activations
+        # A block that is a single layer (an embedding, a norm, a head) is not offloaded.
+        has_activations = is_trained and not is_single_layer(block)
+        offloaded = has_activations and options.offloads_activations
         block.forward = _wrapped(
             block,
             wrapping,
@@ -408,6 +432,7 @@ def _wrap_blocks(
         if casts or wrapping.compiled or offloaded:
             block.__deepcopy__ = _refuse_copy  # type: ignore[assignment]
     if casts and model not in blocks:
+        # What the model computes itself, outside of its blocks.
         model.forward = cast_to_compute_dtype(model, model.forward, copies, without=blocks)
 
 
@@ -438,7 +463,7 @@ def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool
     if is_single_layer(block):
         # It has nothing to fuse or recompute.
         return Wrapping(compiled=False, recomputed=False)
-    left_out = getattr(block, "left_out", ())  # wrappers that its class does without
+    left_out = getattr(block, "left_out", ())  # names of wrappers that its class does without
     recomputed = is_trained and options.recompute != "none" and "checkpoint" not in left_out
     compiled = options.compile and "compile" not in left_out
     obstacle = _compile_obstacle(block, recomputed=recomputed) if compiled else None
@@ -449,9 +474,10 @@ def _wrapping_of(block: nn.Module, options: ParallelOptions, *, is_trained: bool
 
 def _compile_obstacle(block: nn.Module, *, recomputed: bool) -> str | None:
     """Why a block is not compiled; None: it is."""
-    # Graph pieces between experts may be compiled again in the recomputation (a GPU's backward has
-    # its own thread, and the number of variants is limited), and would then not save the same
-    # tensors as the forward.
+    # A recomputation has to save the same tensors as the forward did. Experts divide a block into
+    # several graphs, and some of them may be compiled again in the recomputation (on GPUs a
+    # backward has a thread of its own, and the number of a graph's variants is limited). Then they
+    # would save other tensors.
     if recomputed and _experts_in(block):
         return "its experts run between graphs"
     inner = [module for module in block.modules() if module is not block]
@@ -480,8 +506,12 @@ def _wrapped(
         return forward if copies is None else cast_to_compute_dtype(block, forward, copies)
 
     def wrapped_in(wrapping: Wrapping) -> Callable:
-        # A graph saves what it keeps as an operator does.
-        keep = None if offload is None or wrapping.compiled else offload.keep
+        # Selective recomputation keeps results outside of what autograd saves, so it hands them to
+        # the offload itself. A compiled graph saves its results for autograd, where `offload.wrap`
+        # gets them.
+        keep = None
+        if offload is not None and not wrapping.compiled:
+            keep = offload.keep
         checkpointed = partial(
             checkpoint_block, recompute=recompute, routes=bool(experts), keep=keep
         )
@@ -497,11 +527,12 @@ def _wrapped(
             forward = wrappers[name](forward)
         return forward
 
-    around = wrapped_in(wrapping)
+    forward = wrapped_in(wrapping)
     if wrapping.compiled and wrapping.recomputed:
+        # Compiled and recomputed takes a block that is one graph, which shows when it first runs.
         eager = wrapped_in(Wrapping(compiled=False, recomputed=True))
-        around = while_one_graph(around, eager, type(block).__name__)
-    return around if offload is None else offload.wrap(block, around)
+        forward = while_one_graph(forward, eager, type(block).__name__)
+    return forward if offload is None else offload.wrap(block, forward)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> None:

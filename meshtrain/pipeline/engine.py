@@ -46,7 +46,8 @@ from meshtrain.pipeline.stage import call_stage
 from meshtrain.pipeline.tied import TiedGradients
 
 Number = TypeVar("Number", int, float)
-Start = Tensor | GradientEdge  # of a backward
+# Where a backward starts: at a tensor (the loss), or at the edge of a graph whose tensor is gone.
+Start = Tensor | GradientEdge
 
 
 class MicrobatchSource(Protocol):
@@ -71,11 +72,17 @@ StageForward = Callable[[nn.Module, Any, Activation | None, bool], Any]
 
 
 class _SavedGraph(NamedTuple):
-    """The saved state of a stage's forward of a microbatch, for its backward."""
+    """What a stage's forward of a microbatch leaves for its backward.
 
-    entry: "_Entry | None"  # where the graph ends, in the gradient for the previous stage
-    # where the backward starts: at the loss, or at the graphs of the tensors that were handed on
-    # and have a gradient; None: that tensor needs none
+    Attributes:
+        entry: where the backward ends: it takes up the gradients for the previous stage. None: on
+            the first stage.
+        starts: where the backward starts: at the loss, or, before the last stage, at each tensor
+            of real or complex numbers that was handed on; None: this one needs no gradient, as
+            where all that it depends on is frozen.
+    """
+
+    entry: "_Entry | None"
     starts: Sequence[Start | None]
 
 
@@ -89,15 +96,19 @@ class _Entry:
 
     def __init__(self, activation: Activation) -> None:
         tensors = list(tensors_of(activation.value))
+        # Token indices and masks travel too, and have no gradient.
         places = [i for i, x in enumerate(tensors) if has_gradient(x)]
-        real = [tensors[i] for i in places]
-        self._likes = [(x.shape, x.dtype, x.device) for x in real]
-        self.gradients: tuple[Tensor | None, ...] = (None,) * len(real)
-        if real:
-            # Autograd makes graphs of what follows from a tensor that requires a gradient.
+        differentiable = [tensors[i] for i in places]
+        self._likes = [(x.shape, x.dtype, x.device) for x in differentiable]
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(differentiable)
+        if differentiable:
+            # As leaves that require a gradient, the model could not change them in place. They have
+            # to be results of a function, and one of its inputs has to require a gradient: that is
+            # all that `begin` is for.
             begin = torch.empty(0, requires_grad=True)
-            for i, entered in zip(places, _Enter.apply(begin, self, real), strict=True):
-                tensors[i] = entered
+            entered = _Enter.apply(begin, self, differentiable)
+            for i, tensor in zip(places, entered, strict=True):
+                tensors[i] = tensor
         value = filled(form_of(activation.value), tensors)
         self.activation = Activation(value, activation.earlier)
 
@@ -113,6 +124,8 @@ class _Entry:
 
 
 class _Enter(torch.autograd.Function):
+    """Hands tensors on as they are; its backward leaves their gradients in the `_Entry`."""
+
     @staticmethod
     def forward(ctx: Any, begin: Tensor, entry: _Entry, tensors: list[Tensor]) -> Any:
         ctx.entry = entry
@@ -178,12 +191,13 @@ class Pipeline(nn.Module):
         self._schedule_of = schedule_of
         self._follow(schedule)
 
-        # What is held between two actions of a microbatch.
+        # What is held between two actions of a microbatch:
         # (kind of transfer, consuming stage, microbatch) -> what goes between two stages of this
-        # rank.
+        # rank;
         self._local_handoff: dict[tuple[str, int, int], Any] = {}
-        # (stage, microbatch) -> what its backward, and what its weight gradients start from.
+        # (stage, microbatch) -> what its backward starts from;
         self._saved_graphs: dict[tuple[int, int], _SavedGraph] = {}
+        # (stage, microbatch) -> weight gradients that its backward has left for later.
         self._weight_grads: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
 
     def _follow(self, schedule: Schedule) -> None:
@@ -194,14 +208,19 @@ class Pipeline(nn.Module):
         self._actions = schedule.actions_of(self._rank)
         self._last_position = {action.stage: i for i, action in enumerate(self._actions)}
 
-        # Backwards that compute the input gradient alone and leave weight gradients for later:
-        # where the schedule says so, and, to send their result sooner, the last ones of each stage.
+        # Backwards that compute the input gradient first and leave weight gradients for later.
         self._split: set[Action] = set()
         for i, action in enumerate(self._actions):
-            is_last = i == self._last_position[action.stage]
-            sends_first = is_last and self._queue is not None and bool(schedule.sends(action))
-            if action.kind is Kind.INPUT_GRAD or (action.kind is Kind.BACKWARD and sends_first):
+            # The schedule says so: another action computes the weight gradients.
+            if action.kind is Kind.INPUT_GRAD:
                 self._split.add(action)
+            # The last backward of a stage, if another rank waits for its result: that is sent
+            # first, and the same action then computes the weight gradients.
+            is_last = i == self._last_position[action.stage]
+            can_split = action.kind is Kind.BACKWARD and self._queue is not None
+            if is_last and can_split and schedule.sends(action):
+                self._split.add(action)
+        # Their (stage, microbatch), by which the forwards that belong to them are known.
         self._split_passes = {_key(action) for action in self._split}
 
     def stage(self, number: int) -> nn.Module:
@@ -226,6 +245,7 @@ class Pipeline(nn.Module):
                     f"{microbatches}: give schedule_of, which makes the schedules of other numbers"
                 )
             self._follow(self._schedule_of(microbatches))
+        # Nothing is summed over the data ranks until a stage's last backward.
         for stage in self.stages():
             set_is_last_backward(stage, False)
         shapes = [source.shapes(i) for i in range(self.schedule.microbatches)]
@@ -246,7 +266,8 @@ class Pipeline(nn.Module):
             # The sums of this stage overlap with the actions of others.
             if is_last:
                 start_reduce(stage)
-            # Posted as early as each can be, so that nobody who sends has to wait for it.
+            # Receives of the gradients of tied weights, as early as each can be posted: so nobody
+            # who sends one has to wait.
             self._tied.receive_ahead()
 
         self._transfers.end()
@@ -258,7 +279,8 @@ class Pipeline(nn.Module):
         self, action: Action, stage: nn.Module, source: MicrobatchSource, received: Any
     ) -> None:
         if self._queue is not None:
-            # Asked in the forward already, where layers save what their later products need.
+            # Layers ask for it in the forward already: one whose weight gradient comes later has to
+            # save what that product needs.
             self._queue.used = _key(action) in self._split_passes
         with self._recording(action), source.around(stage, action):
             if action.kind is Kind.FORWARD:
@@ -278,7 +300,8 @@ class Pipeline(nn.Module):
         entry = None if received is None else _Entry(received)
         activation = None if entry is None else entry.activation
         output = call_stage(stage, source.inputs(action.microbatch), activation)
-        # The graph alone holds the activation from here on.
+        # Drop all references to the received activation but those of the graph, so that its memory
+        # is free where no backward needs it.
         activation = received = None
         if entry is not None:
             del entry.activation
@@ -288,11 +311,13 @@ class Pipeline(nn.Module):
             self._saved_graphs[_key(action)] = _SavedGraph(entry, [loss])
             return
 
-        # Only the graph is held, not the output, whose memory is freed once it has been sent.
+        # Edges of the graph are held in the place of the outputs, whose memory is then freed as
+        # soon as they have been sent.
         tensors = tensors_of(output.value)
-        starts = [
-            get_gradient_edge(x) if x.requires_grad else None for x in tensors if has_gradient(x)
-        ]
+        starts: list[Start | None] = []
+        for x in tensors:
+            if has_gradient(x):
+                starts.append(get_gradient_edge(x) if x.requires_grad else None)
         self._saved_graphs[_key(action)] = _SavedGraph(entry, starts)
         value = filled(form_of(output.value), [x.detach() for x in tensors])
         self._hand_on(action, Activation(value, output.earlier))
@@ -311,7 +336,7 @@ class Pipeline(nn.Module):
         if entry is not None:
             self._hand_on(action, entry.input_grads())
 
-        # A whole backward that was split only for its result to be sent before.
+        # A whole backward, split only to send its result before.
         if is_split and action.kind is Kind.BACKWARD:
             self._run_weight_grads(action, stage)
 
@@ -323,6 +348,7 @@ class Pipeline(nn.Module):
         """Waits for what this action needs of the neighbouring stage: the activation for a forward,
         a list of gradients for a backward. None at the two ends of the model, and for weight
         gradients, whose inputs were saved by the input gradient action."""
+        # An action has one neighbour that it receives from, and one that it sends to, if any.
         transfer = next(iter(self.schedule.receives(action)), None)
         if transfer is not None:
             tensors, about = self._transfers.receive(transfer)
@@ -330,6 +356,7 @@ class Pipeline(nn.Module):
                 return tensors
             form, earlier = about
             return Activation(filled(form, tensors), earlier)
+        # No other rank sends it: the producer is a stage of this rank, or there is none.
         producer = action.stage - action.kind.direction
         if action.kind is Kind.WEIGHT_GRAD or not 0 <= producer < self.schedule.stages:
             return None
@@ -393,6 +420,7 @@ class Pipeline(nn.Module):
         return values.tolist()
 
     def state_dict(self, *args: Any, **named: Any) -> dict[str, Any]:  # type: ignore[override]
+        """With the names of the whole model."""
         states: dict[str, Any] = {}
         for stage in self.stages():
             states |= stage.state_dict(**named)
@@ -422,17 +450,24 @@ def _forwards(placement: tuple[int, ...], microbatches: int, rank: int) -> tuple
 
 
 def _run_backward(starts: Sequence[Start | None], grads: Sequence[Tensor] | None) -> None:
-    """Backward from what a stage has handed on, with its gradients, or from the loss (None); from
-    nothing that needs no gradient, as when all of the stage is frozen."""
-    kept: list[Any] = []
-    kept_grads: list[Any] = []
-    of_starts: Sequence[Tensor | None] = [None] * len(starts) if grads is None else grads
+    """Runs a backward from the starts of a `_SavedGraph`, except for those that need no gradient,
+    which are None.
+
+    `grads`: of the tensors that the stage has handed on, one for each start; None: the start is the
+    loss, a scalar, which autograd gives the gradient 1.
+    """
+    if grads is None:
+        of_starts: Sequence[Tensor | None] = [None] * len(starts)
+    else:
+        of_starts = grads
+    needed: list[Any] = []
+    needed_grads: list[Any] = []
     for start, grad in zip(starts, of_starts, strict=True):
         if start is not None:
-            kept.append(start)
-            kept_grads.append(grad)
-    if kept:
-        torch.autograd.backward(kept, kept_grads)
+            needed.append(start)
+            needed_grads.append(grad)
+    if needed:
+        torch.autograd.backward(needed, needed_grads)
 
 
 def _key(action: Action) -> tuple[int, int]:

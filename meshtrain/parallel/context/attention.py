@@ -121,8 +121,9 @@ class Part:
     block: Block  # how these queries see these keys
     # of these keys in the sequence, on the CPU; None: scores do not depend on them
     positions: Tensor | None
-    # Whether the rows have met no keys before. These are then their own, so each sees at least
-    # itself, and its log-sum-exp is finite.
+    # Whether these queries have met no keys before, so that there is nothing to merge with. The
+    # first keys that a query meets are those of its own chunk: it sees at least itself, and its
+    # log-sum-exp is finite.
     is_first: bool
 
 
@@ -135,10 +136,12 @@ class Visibility:
 
     Attributes:
         index: this rank's among the `size` ranks that share the sequence.
-        own: the two chunks that this rank has. chunk: the length m of each chunk.
-        first: for each chunk, the first position that one of its queries sees, in any row.
-        last_begin: for each chunk, the last position before its end at which a document begins. If
-            it is not behind `first`, each query sees all keys from `first` up to itself.
+        own: the two chunks that this rank has. chunk: the length m of each chunk, in tokens.
+        first: for each chunk, the first position that one of its queries sees, in any row of the
+            batch.
+        last_begin: for each chunk, the last position up to its end at which a document begins, in
+            any row. If last_begin <= first, no document begins after `first`: then each query of
+            the chunk sees all keys from there up to itself, and needs no mask.
     """
 
     def __init__(self, q: Tensor, v: Tensor, settings: Settings) -> None:
@@ -151,17 +154,20 @@ class Visibility:
         self.batch = q.shape[0]
         length = 2 * self.size * self.chunk
 
-        # Where u neighbours have exchanged heads for parts of the sequence (`heads.py`), a chunk
-        # here consists of u chunks of `spans`: it sees what its first one sees, up to its last one.
+        # `spans` has 2 chunks for each rank of `cp`. Where u neighbours have exchanged heads for
+        # parts of the sequence (`heads.py`), the ring has fewer ranks, and a chunk of theirs
+        # consists of u chunks of `spans`: it sees from where the first of them sees, and the last
+        # begin of a document is that of the last of them.
         u = settings.spans.shape[1] // (2 * self.size)
         self.first: list[int] = settings.spans[0, ::u].tolist()
         self.last_begin: list[int] = settings.spans[1, u - 1 :: u].tolist()
-        # This is how `visible_spans` writes that a document goes on after another one.
+        # `visible_spans` gives `length`, which no document can begin at, if a document goes on
+        # after another one: then nothing but a mask is right.
         documents_resume = self.last_begin[-1] >= length
 
         self.window = settings.window
         if self.window is not None and self.window >= length:
-            self.window = None
+            self.window = None  # it leaves no key out
         self.documents = settings.documents
         if self.window is not None:
             self.first = [
@@ -171,10 +177,14 @@ class Visibility:
                 self.documents = torch.zeros(1, length, dtype=torch.int64)
 
         self.plain = Block(settings.scale, settings.soft_cap, heads=settings.heads)
-        self.dropout_keys, self.dropped = settings.dropout_keys, settings.dropped
+        self.dropout_keys = settings.dropout_keys
+        self.dropped = settings.dropped
         self.bias = settings.bias
+        # No fused kernel takes these options: scores are computed by plain matrix products.
         by_products = (settings.soft_cap, self.bias, self.dropout_keys) != (None, None, None)
         kernel = kernels.choose_kernel(q, v, by_products, "all")
+        # Of fewer queries than keys under a causal mask: whether the last query sees the last key
+        # (else the first query sees the first key alone).
         self.kernel_aligns_ends = kernel.lower_right
         # Segments instead of a mask, which has a number for each pair of query and key.
         self.segmented = False
@@ -203,9 +213,9 @@ class Visibility:
     def parts(self, chunks: Sequence[int], device: torch.device) -> Iterator[Part]:
         """What to compute with the keys of these chunks, which are ascending and concatenated."""
         for ys, xs in self._pairs(chunks):
-            row = self.own.index(ys[0]) * self.chunk
-            column = chunks.index(xs[0]) * self.chunk
-            # Keys before the first visible one are not computed.
+            row = self.own.index(ys[0]) * self.chunk  # where ys begin among this rank's queries
+            column = chunks.index(xs[0]) * self.chunk  # where xs begin among the keys
+            # The number of keys before the first visible one, which are left out.
             skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
             rows = slice(row, row + len(ys) * self.chunk)
             block = self._block(ys, xs, skip, device)
@@ -223,10 +233,13 @@ class Visibility:
 
     def _pairs(self, chunks: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """(Chunks of queries, the consecutive ones of `chunks` that they see), a block each. As few
-        and as large blocks as kernels without a mask allow."""
+        and as large blocks as kernels without a mask allow. Of each query's blocks the one with its
+        own chunk comes first (`Part.is_first`)."""
         visible = [self._visible(y, chunks) for y in self.own]
         if tuple(chunks) == self.own and not self._is_masked(self.own, self.own):
-            # Stage 0 of a ring. Both are in ascending order, so together they are causal, too.
+            # Stage 0 of a ring, in which each rank has its own two chunks. Queries and keys are the
+            # same positions in ascending order: so one causal square over both chunks is right,
+            # whatever lies between them in the sequence.
             yield self.own, self.own
         elif visible[0] == visible[1]:  # both halves see the same chunks, which are not their own
             if visible[0]:
@@ -250,8 +263,13 @@ class Visibility:
         """Whether some query of a block does not see all of the block's keys up to itself."""
         if self.window is not None:
             return True
-        begin = max(self.first[ys[0]], xs[0] * self.chunk)
-        return not all(self.last_begin[y] <= self.first[y] <= begin for y in ys)
+        first_key = max(self.first[ys[0]], xs[0] * self.chunk)  # of the block, as a position
+        for y in ys:
+            sees_without_gap = self.last_begin[y] <= self.first[y]
+            sees_first_key = self.first[y] <= first_key
+            if not (sees_without_gap and sees_first_key):
+                return True
+        return False
 
     def _block(
         self, ys: Sequence[int], xs: Sequence[int], skip: int, device: torch.device
@@ -485,6 +503,7 @@ def _context_attention_backward(
             dv[:, :, columns] += block_dv
             if dbias is not None:
                 assert part.positions is not None
+                # Its last dim has all positions of the sequence, of which these keys are some.
                 dbias[:, :, rows].index_add_(3, _to(q, part.positions), of_bias[0])
         return dkv
 
@@ -524,6 +543,9 @@ def _empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     return out, lse
 
 
+# The operators: what they return for tensors without values, and their gradient ------------------
+
+
 def _output_shapes(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _empty_outputs(q, v, q.dtype)
 
@@ -544,8 +566,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, *arguments = inputs
     out, lse = output
     settings = Settings(*arguments)
-    ctx.has = settings.sinks is not None, settings.bias is not None
-    # Autograd has to save the tensors among the settings; the others are attributes.
+    # The two settings that can have a gradient, the last ones.
+    ctx.has_gradient = settings.sinks is not None, settings.bias is not None
+    # Autograd has to save the tensors among the settings; all others are kept as they are.
     tensors = [x if isinstance(x, Tensor) else None for x in arguments]
     ctx.settings = [None if isinstance(x, Tensor) else x for x in arguments]
     ctx.save_for_backward(q, k, v, out, lse, *tensors)
@@ -557,9 +580,13 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     arguments = [x if kept is None else kept for x, kept in zip(tensors, ctx.settings, strict=True)]
     gradients = ops.context_attention_backward(grad, q, k, v, out, lse, *arguments)
-    of_qkv, others = gradients[:3], iter(gradients[3:])
-    no_gradients = [None] * (len(arguments) - 2)  # of the settings before sinks and bias
-    return *of_qkv, *no_gradients, *(next(others) if has else None for has in ctx.has)
+    of_qkv = gradients[:3]
+    # The operator returns those of sinks and bias only if there are any; autograd wants an entry
+    # for each argument.
+    remaining = iter(gradients[3:])
+    of_sinks_and_bias = [next(remaining) if has else None for has in ctx.has_gradient]
+    of_other_settings = [None] * (len(arguments) - len(of_sinks_and_bias))
+    return *of_qkv, *of_other_settings, *of_sinks_and_bias
 
 
 operator(
