@@ -54,6 +54,8 @@ from meshtrain.pipeline.schedule import build
 # Of estimated activations what is there, at least and at most; at least of compiled blocks.
 LEAST, MOST = 0.6, 1.25
 COMPILED = 0.5
+# Values of parallel.offload, by what they move.
+OF_STATES, OF_ACTIVATIONS = ("optimizer", "both"), ("activations", "both")
 SEVERAL = 16  # tensors that a block saves: small ones stay on the device
 MOST_STAGES = 8  # on a rank of an interleaved schedule, in a search
 # Of a candidate, what changes the work of its blocks besides sizes.
@@ -178,14 +180,14 @@ class Estimates:
         forward, backward = self._passes_of[key]
         forward *= shape.time
         backward *= shape.time
-        if settings[OFFLOAD] == "both":
+        if settings[OFFLOAD] in OF_ACTIVATIONS:
             away = shape.saved * sketch["offloaded",]
             forward += seconds_beside_block(away, forward, self.hardware)
             backward += seconds_beside_block(away, backward, self.hardware)
         passes = forward, backward
         total = (count + shape.idle) * sum(passes)
         total += self._between_data_ranks(candidate, placed, sketch, shape, count, passes)
-        if settings[OFFLOAD] != "none":
+        if settings[OFFLOAD] in OF_STATES:
             states = shape.parameters * _states(candidate, placed, sketch)
             total += self.hardware.host_seconds(states)  # and as much back, at the same time
 
@@ -262,7 +264,7 @@ class Estimates:
         kept = 0.0
         for axis, ranks in placed.shards.items():
             kept += sketch[axis, "kept"] / ranks
-        if settings[OFFLOAD] == "none":
+        if settings[OFFLOAD] not in OF_STATES:
             kept += _states(candidate, placed, sketch)
         elements = sketch["fsdp", "elements"] + sketch["efsdp", "elements"]
         if placed.fsdp == 1:
@@ -276,7 +278,7 @@ class Estimates:
             kept += (3 * element + master) * elements / sketch["blocks",]
         moving = (shape.held - 1) * shape.saved * sketch["saved",]
         peak = sketch["peak",] - sketch["saved",] * (1 - shape.saved)
-        if settings[OFFLOAD] == "both":
+        if settings[OFFLOAD] in OF_ACTIVATIONS:
             # Of what blocks save, copies under way are on the device, and what stays.
             moving = (shape.held - 1) * shape.saved * (sketch["saved",] - sketch["offloaded",])
             peak = sketch["block",]

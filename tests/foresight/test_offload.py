@@ -187,7 +187,16 @@ def test_a_plan_names_what_lies_on_the_host() -> None:
     assert line(2).endswith("; 1.8 GiB available: does not fit")
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "both"])
+def test_a_search_that_does_not_vary_it_keeps_it() -> None:
+    keys = "layout={dp_shard: 2}", "batch.micro_size=1", "parallel.offload=activations"
+    config = loaded(*keys)
+    search = Search(Space(config, ["parallel.recompute"]), forecast(config, H100))
+    [first] = search.run(lambda overrides: loaded(*keys, *overrides), show=1)
+    assert first.settings[OFFLOAD] == "activations"
+    assert first.prediction.memory.host > 0
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "activations", "both"])
 def test_estimates_are_near_predictions(offload: str) -> None:
     config = loaded("layout={dp_shard: 2}", "batch.micro_size=8")
     [candidate] = Space(config, []).candidates()
