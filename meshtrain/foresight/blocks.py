@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from meshtrain.config import Config
+from meshtrain.config import Config, spec_of
 from meshtrain.errors import InputError
 from meshtrain.foresight.fusion import Dataflow
 from meshtrain.foresight.live import (
@@ -49,15 +49,17 @@ from meshtrain.foresight.work import (
     Product,
     Send,
     Work,
+    of_each,
 )
 from meshtrain.layout import Layout
 from meshtrain.mesh import CommBytes, Mesh
 from meshtrain.modeling.kinds import repeated
 from meshtrain.parallel.collectives import axis_group, implementations
-from meshtrain.parallel.host_link import HostLink
+from meshtrain.parallel.host_link import LIMIT, HostLink
 from meshtrain.parallel.linear import ProductsLayer, use_products
 from meshtrain.parallel.linear.weight_grad import WeightGradQueue, around_weight_grads
 from meshtrain.parallel.mixed_precision import state_parameters
+from meshtrain.parallel.parallelize import is_single_layer
 from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.stage import blocks_of, first_argument, first_input
 
@@ -326,27 +328,52 @@ def offloading_works_of(
     like these, and with as many samples as a microbatch has: the limit of bytes under way does not
     grow with them.
     """
-    compiles = compiled and exact
-    key = _key(config, layout), config.batch.micro_size, compiles
+    if compiled and not exact:
+        return _offloading_at_once(config, works)
+    key = _key(config, layout), config.batch.micro_size, compiled
     if key not in _offloading:
         [traced] = _traced(
-            config, layout, [config.batch.micro_size], compiles=compiles, offloads=True
+            config, layout, [config.batch.micro_size], compiles=compiled, offloads=True
         )
         _offloading[key] = traced
-    places = _with_neighbours(alike(config))
-    uncompiled = works_of(config, layout)
-    element = compute_size(config.train.precision)
+    first = alike(config)
+    places = _with_neighbours(first)
+    # What comes back ahead of a graph may alternate from block to block: it is the most.
+    backward: dict[int, tuple[Live, ...]] = {}
+    for i in set(places):
+        of_block = _offloading[key][i].memory.backward
+        most = backward.get(first[i], of_block)
+        backward[first[i]] = max(most, of_block, key=_most_alive)
     offloading = {}
     for i in set(places):
         own = _offloading[key][i]
-        memory, offloaded = own.memory, own.offloaded
-        if compiled and not exact:
-            before, after = uncompiled[i].memory, works[i].memory
-            memory = _in_proportion(memory, before, after, element)
-            offloaded *= after.saved / max(before.saved, 1)
-        memory = replace(memory, left=works[i].memory.left)
-        offloading[i] = replace(works[i], memory=memory, offloaded=offloaded)
+        memory = replace(own.memory, backward=backward[first[i]], left=works[i].memory.left)
+        offloading[i] = replace(works[i], memory=memory, offloaded=own.offloaded)
     return tuple(offloading[i] for i in places)
+
+
+def _most_alive(backward: tuple[Live, ...]) -> float:
+    return max(live.activations for live in backward)
+
+
+def _offloading_at_once(config: Config, works: Sequence[Work]) -> tuple[Work, ...]:
+    """Compiled blocks that offload, by arithmetic. A graph returns all that it saves at its end,
+    and another one takes all of it at its begin: of the neighbours there is what is under way."""
+
+    def of_block(work: Work) -> Work:
+        memory = work.memory
+        under_way = min(memory.saved, LIMIT)
+        backward = tuple(
+            replace(live, activations=live.activations + under_way) for live in memory.backward
+        )
+        memory = replace(memory, saved=0.0, forward=memory.forward + under_way, backward=backward)
+        return replace(work, memory=memory, offloaded=work.memory.saved)
+
+    offloading = []
+    blocks = blocks_of(spec_of(config).meta)
+    for block, own, other in zip(blocks, works, of_each(works, of_block), strict=True):
+        offloading.append(own if is_single_layer(block) else other)
+    return tuple(offloading)
 
 
 def _with_neighbours(first: Sequence[int]) -> list[int]:
