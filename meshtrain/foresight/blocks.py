@@ -200,7 +200,7 @@ def _traced(
         # The first block of each kind is in the model, and the identity in the place of the others.
         step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
         queue = WeightGradQueue()
-        if splits_backward:
+        if splits_backward or puts_off:
             _put_off_weight_grads(step.model, queue)
         works = step.works(of_samples, puts_off=queue if puts_off else None)
     return [{i: work for i, work in enumerate(own) if i not in skipped} for own in works]

@@ -62,9 +62,11 @@ def of_ranks(
     bounds: Sequence[tuple[int, int]],
     microbatches: int,
     handed_on: float = 0,
+    hands_on_first: bool = False,
 ) -> list[RankMemory]:
     """Memory of each rank of the pipeline. `bounds`: the range of blocks [first, end) of each
-    stage; `handed_on`: bytes that it sends to the next one per microbatch."""
+    stage; `handed_on`: bytes that it sends to the next one per microbatch; `hands_on_first`:
+    whether the last backward of a stage computes weight gradients after it has sent its input's."""
     if schedule is None:
         return [_Rank(config, layout, [works]).memory((Held(1),), microbatches)]
     ranks = []
@@ -76,6 +78,13 @@ def of_ranks(
             ends.append(handed_on * _kept_ends(number, schedule, stage))
         own = _Rank(config, layout, stages, ends, schedule.splits_backward)
         cases = [own.memory(held, microbatches) for held in dict.fromkeys(most_held)]
+        if hands_on_first and any(own.offloaded):
+            # What has come back from the host for weight gradients stays until these are computed.
+            putting_off = _Rank(config, layout, stages, ends, defers=True)
+            for number in numbers:
+                if number > 0:
+                    last = tuple(Held(float(other == number)) for other in numbers)
+                    cases.append(putting_off.memory(last, microbatches))
         fullest = max(cases, key=lambda memory: memory.total)
         host = max(memory.host for memory in cases)
         ranks.append(replace(fullest, pp=rank, host=host))

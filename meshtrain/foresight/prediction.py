@@ -28,7 +28,7 @@ from meshtrain.foresight.schedules import schedule_of
 from meshtrain.foresight.steptime import StepPlan, StepTime
 from meshtrain.foresight.trace import trace_rank
 from meshtrain.foresight.work import Work
-from meshtrain.layout import DATA_AXES, Layout
+from meshtrain.layout import DATA_AXES, LOSS_AXES, Layout
 from meshtrain.modeling.build import block_costs
 from meshtrain.modeling.kinds import known_blocks
 from meshtrain.parallel.compile import choose_compile
@@ -111,7 +111,7 @@ class Prediction:
         config, layout = self.config, self.layout
         if self.compiled:
             works = compiled_works_of(config, layout, exact=self.exact)
-        elif self.schedule is not None and self.schedule.splits_backward:
+        elif self._hands_on_first or (self.schedule is not None and self.schedule.splits_backward):
             works = deferring_works_of(config, layout)
         else:
             works = works_of(config, layout)
@@ -176,6 +176,15 @@ class Prediction:
             return [self._trace(pp) for pp in chosen]
         return [by_blocks[pp] for pp in chosen]
 
+    @property
+    def _hands_on_first(self) -> bool:
+        """Whether the last backward of a stage computes weight gradients after it has sent its
+        input's (modeling/build.py), which matters if what they need is back from the host."""
+        offloads = self.config.parallel.offloads_activations and not self.compiled
+        if self.schedule is None or self.schedule.splits_backward or not offloads:
+            return False
+        return self.layout.size(*LOSS_AXES) == 1
+
     def _ranks_by_blocks(self, works: Sequence[Work]) -> list[RankMemory]:
         ranks = memory.of_ranks(
             self.config,
@@ -185,6 +194,7 @@ class Prediction:
             self.bounds,
             self.microbatches,
             self.handed_on,
+            self._hands_on_first,
         )
         return [replace(rank, compiled=self.compiled) for rank in ranks]
 
