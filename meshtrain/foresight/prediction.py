@@ -18,6 +18,7 @@ from meshtrain.foresight import memory, steptime
 from meshtrain.foresight.blocks import compiled_works_of, deferring_works_of, works_of
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory
+from meshtrain.foresight.model import alike
 from meshtrain.foresight.parameters import compute_size, master_size
 from meshtrain.foresight.schedules import schedule_of
 from meshtrain.foresight.steptime import StepPlan, StepTime
@@ -102,7 +103,7 @@ class Prediction:
     def bounds(self) -> Sequence[tuple[int, int]]:
         """The range of blocks [first, end) of each stage."""
         if self.schedule is None:
-            return [(0, len(self.works))]
+            return [(0, len(alike(self.config)))]
         split = split_of(
             self.spec,
             self.config.data.seq_len,
@@ -137,19 +138,26 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of the first rank of the pipeline, of the fullest, and of the last."""
+        is_traced = self.exact and self._is_short
+        last = 0 if self.schedule is None else self.schedule.ranks - 1
+        if is_traced and last <= 1:
+            # The first and the last are all: no search for the fullest, whose blocks would be
+            # compiled a second time.
+            return [self._trace(pp) for pp in range(last + 1)]
+
+        by_blocks = self._ranks_by_blocks()
+        fullest = max(by_blocks, key=lambda rank: rank.total)
+        chosen = sorted({0, fullest.pp, last})
+        if is_traced:
+            return [self._trace(pp) for pp in chosen]
+        return [by_blocks[pp] for pp in chosen]
+
+    def _ranks_by_blocks(self) -> list[RankMemory]:
         works = self.works
         if self.compiled:
             works = compiled_works_of(self.config, self.layout, exact=self.exact)
         elif self.schedule is not None and self.schedule.splits_backward:
             works = deferring_works_of(self.config, self.layout)
-        by_blocks = self._ranks_by_blocks(works)
-        fullest = max(by_blocks, key=lambda rank: rank.total)
-        chosen = sorted({0, fullest.pp, len(by_blocks) - 1})
-        if self.exact and self._is_short:
-            return [self._trace(pp) for pp in chosen]
-        return [by_blocks[pp] for pp in chosen]
-
-    def _ranks_by_blocks(self, works: Sequence[Work]) -> list[RankMemory]:
         ranks = memory.of_ranks(
             self.config,
             self.layout,
