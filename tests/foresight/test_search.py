@@ -15,8 +15,9 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
 from meshtrain.foresight import blocks
-from meshtrain.foresight.estimate import Estimate, Estimates, _waits
+from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import load
+from meshtrain.foresight.pipelines import waits
 from meshtrain.foresight.prediction import SAVINGS, Prediction
 from meshtrain.foresight.schedules import held_by_ranks
 from meshtrain.foresight.search import NEAR, Forecast, Search, forecast
@@ -298,7 +299,7 @@ def test_what_schedules_wait_and_hold_follows_from_small_pipelines(name: str) ->
     """Of 8 ranks, from 2 and 6: within a microbatch or two of what the schedule itself does."""
     ranks, count = 8, 32
     schedule = build(name, ranks=ranks, microbatches=count)
-    idle, held = _waits(name, ranks, schedule.stages_per_rank, count)
+    idle, held = waits(name, ranks, schedule.stages_per_rank, count)
     third = 1 / (3 * schedule.stages_per_rank)
     costs = [third] * schedule.stages
     takes = simulate(schedule, costs, costs, costs).makespan
