@@ -68,9 +68,9 @@ class Placed:
         pp, cp, tp, experts, fsdp: sizes of axes.
         copies: size of `dp_replicate`.
         readers: ranks that share a batch.
-        groups: axis over which blocks send -> its group.
+        groups: axis -> its group, of those over which blocks or data ranks send.
         shards: axis by which parameters are sharded -> over how many ranks.
-        key: tells apart what differs in any of the groups.
+        key: tells apart what differs in any group over which blocks send.
     """
 
     pp: int
@@ -86,7 +86,8 @@ class Placed:
 
     @classmethod
     def of(cls, layout: Layout) -> "Placed":
-        groups = {axis: Group.of(layout, axis) for axis in SENT_OVER}
+        groups = {axis: Group.of(layout, axis) for axis in (*SENT_OVER, "fsdp", "dp_replicate")}
+        sent_over = [groups[axis] for axis in SENT_OVER]
         return cls(
             pp=layout.size("pp"),
             cp=layout.size("cp"),
@@ -97,9 +98,7 @@ class Placed:
             readers=layout.size(*DATA_AXES),
             groups=groups,
             shards={"fsdp": layout.size("fsdp"), "efsdp": layout.size("efsdp"), "": 1},
-            key=tuple(
-                (group.ranks, group.on_host, group.ranks_of_host) for group in groups.values()
-            ),
+            key=tuple((group.ranks, group.on_host, group.ranks_of_host) for group in sent_over),
         )
 
 
@@ -199,7 +198,7 @@ class Estimates:
         passes: Passes,
     ) -> float:
         """Seconds that FSDP's messages add to a step, in as many as the rank has blocks."""
-        group = Group.of(candidate.layout, "fsdp")
+        group = placed.groups["fsdp"]
         units = max(1, round(sketch[BLOCKS] / placed.pp))
         elements = shape.parameters * (sketch["fsdp", "elements"] + sketch["efsdp", "elements"])
         sent = (placed.fsdp - 1) / placed.fsdp * elements
@@ -218,7 +217,7 @@ class Estimates:
         self, candidate: Candidate, placed: Placed, sketch: Sketch, shape: Shape, passes: Passes
     ) -> float:
         """Seconds that the sums of gradients over copies add to a step."""
-        group = Group.of(candidate.layout, "dp_replicate")
+        group = placed.groups["dp_replicate"]
         trained = sum(sketch[axis, "trained"] / n for axis, n in placed.shards.items())
         share = 2 * (placed.copies - 1) / placed.copies
         sent = share * self.message * shape.parameters * trained
