@@ -54,6 +54,15 @@ def usable_savings(layout: Layout) -> dict[str, tuple[Any, ...]]:
     return {key: values for key, values in SAVINGS.items() if useful[key]}
 
 
+def compiles(setting: bool | str, hardware: Hardware | None, splits_backward: bool) -> bool:
+    """Whether blocks are compiled that can be. `setting`: of `parallel.compile`."""
+    device_type = "cuda"
+    if hardware is not None and not hardware.compute.asynchronous:
+        device_type = "cpu"
+    device = torch.device(device_type)
+    return choose_compile(setting, device, splits_backward, has_tools=True).compiles
+
+
 class Prediction:
     """Prediction for a config that was loaded for its hosts. Without hardware there is memory
     alone."""
@@ -250,17 +259,8 @@ class Prediction:
     @cached_property
     def compiled(self) -> bool:
         """Whether blocks are compiled that can be."""
-        device_type = "cuda"
-        if self.hardware is not None and not self.hardware.compute.asynchronous:
-            device_type = "cpu"
         splits_backward = self.schedule is not None and self.schedule.splits_backward
-        choice = choose_compile(
-            self.config.parallel.compile,
-            torch.device(device_type),
-            splits_backward,
-            has_tools=True,
-        )
-        return choice.compiles
+        return compiles(self.config.parallel.compile, self.hardware, splits_backward)
 
     @property
     def tokens_per_sample(self) -> int:
