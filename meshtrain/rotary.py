@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from meshtrain.huggingface.rope_keys import rope_type
@@ -166,7 +165,8 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     In the result the first features of all pairs come first, as in transformers: scores do not
     depend on the order.
     """
-    return rotate(rearrange(x, "... (pair two) -> ... (two pair)", two=2), cos, sin)
+    pairs = x.unflatten(-1, (-1, 2))  # (..., pair, 2)
+    return rotate(pairs.transpose(-2, -1).flatten(-2), cos, sin)
 
 
 def scaling_problems(theta: float, scaling: dict[str, Any], width: int, key: str) -> Iterator[str]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, attention
@@ -143,16 +142,16 @@ class Attention(nn.Module):
         else:
             q_latent = self.q_a_layernorm(self.q_a_proj(x))  # (b, s, q_lora_rank)
             q = self.q_b_proj(q_latent)
-        q = rearrange(q, "b s (h e) -> b s h e", e=sum(self.query_widths))
+        q = q.unflatten(-1, (-1, sum(self.query_widths)))
         q_nope, q_rope = q.split(self.query_widths, dim=-1)
 
         # One latent and one rotary key for all heads: (b, s, kv_lora_rank) and (b, s, rope).
         latent, k_rope = self.kv_a_proj_with_mqa(x).split(self.latent_widths, dim=-1)
-        k_rope = rearrange(self.rotary_key(k_rope), "b s e -> b s 1 e")
+        k_rope = self.rotary_key(k_rope).unsqueeze(2)  # as one head
 
         # Keys and values of each head from the latent: (b, s, h, nope) and (b, s, h, v_head_dim).
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
-        kv = rearrange(kv, "b s (h e) -> b s h e", e=sum(self.kv_widths))
+        kv = kv.unflatten(-1, (-1, sum(self.kv_widths)))
         k_nope, v = kv.split(self.kv_widths, dim=-1)
 
         # A score is q_nope . k_nope + q_rope . k_rope: one product of the concatenated features.
@@ -161,9 +160,9 @@ class Attention(nn.Module):
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope), dim=-1)
 
-        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = attention(q, k, v, context, scale=self.scale)  # (b, h, s, v_head_dim)
-        return self.o_proj(rearrange(y, "b h s e -> b s (h e)"))
+        return self.o_proj(y.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from meshtrain.attention import AttentionContext, attention
@@ -62,9 +61,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, context: AttentionContext) -> Tensor:
         # (b, s, d) -> (b, s, h, e): heads of e features
-        q = rearrange(self.q_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
-        k = rearrange(self.k_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
-        v = rearrange(self.v_proj(x), "b s (h e) -> b s h e", e=self.head_dim)
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
         # Otherwise scores would grow with the weights, until training is no longer stable.
         q = self.q_norm(q)
@@ -74,12 +73,12 @@ class Attention(nn.Module):
         q = rotate(q, rotary.cos, rotary.sin)
         k = rotate(k, rotary.cos, rotary.sin)
 
-        # o_i = sum over j <= i of softmax_j(q_i . k_j / sqrt(e)) v_j, in each head by itself.
-        q, k, v = (rearrange(t, "b s h e -> b h s e") for t in (q, k, v))
+        # o_i = sum over j <= i of softmax_j(q_i . k_j / sqrt(e)) v_j, in each head: (b, h, s, e).
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         o = attention(q, k, v, context)
 
         # (b, h, s, e) -> (b, s, d): the heads of a token side by side, mixed by a product.
-        return self.o_proj(rearrange(o, "b h s e -> b s (h e)"))
+        return self.o_proj(o.transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):

@@ -20,6 +20,8 @@ from meshtrain.errors import InputError, UnreadableError
 from meshtrain.job.storage import DISK_ERRORS, show_any_text
 from meshtrain.layout import LayoutError
 
+OBJECTS_BETWEEN_COLLECTIONS = 200_000
+
 # name -> (module, what it does, an example)
 COMMANDS = {
     "new": (
@@ -115,6 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     input is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     show_any_text()
+    # Importing torch and tracing a model make millions of objects that stay. Python's garbage
+    # collector, which would look through them after every 700 new ones, does so less often.
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     # if torch was imported, Python's last garbage collection would take a second
     atexit.register(gc.freeze)
     status = 0

@@ -10,14 +10,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtrain.cli.plan import network_lines, read_hardware, read_hosts
 from meshtrain.config import Config
-from meshtrain.errors import InputError, any_of, bytes_text, nearest, writing
+from meshtrain.errors import InputError, any_of, bytes_text, nearest, plural, writing
 from meshtrain.run.rank_table import columns, describe_hosts
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from meshtrain.foresight.search import Search
     from meshtrain.foresight.space import Candidate
 
-# columns; other keys stand below a row
 LIMIT = 32  # predictions in full
 FIRST_TABLE_S = 3.0  # a search that takes longer shows what it has estimated
 LATE_S = 8.0  # until then all candidates should have been estimated
 FEWEST = 20  # that may fit: of fewer a table says nothing
 PROGRESS_S = 0.5, 10.0  # between two lines of progress: on a terminal, and else
+# columns; other keys stand below a row
 TITLES = ("batch.micro_size", "parallel.recompute", "pipeline.schedule")
 
 
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = load(["layout={dp_shard: -1}"] if "layout" in keys.varied else [])
     assert config.resolved is not None  # it was loaded for its hosts
     config = replace(config, resolved=config.resolved.on_hosts(hosts))
-    progress = _Progress(begin)
+    progress = Progress(begin)
 
     def searched(varied: Sequence[str]) -> "tuple[Search, list[Candidate]]":
         space = Space(config, varied, keys.sizes)
@@ -138,60 +138,82 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"run 1: {' '.join(map(shlex.quote, best))}")
 
 
-class _Progress:
+class Progress:
     """A line on stderr that says how far the search is, and tables of what it has estimated: of the
     first candidates if it is late, and of all."""
 
-    def __init__(self, begin: float) -> None:
+    def __init__(self, begin: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.begin = begin
+        self.clock = clock
         self.is_terminal = sys.stderr.isatty()
-        self.last = begin
+        self.every = PROGRESS_S[0] if self.is_terminal else PROGRESS_S[1]
+        self.said = 0.0  # when the last line was printed, in seconds of the search
         self.tabled = 0  # how many candidates the last table was of
 
     def __call__(self, search: "Search") -> None:
-        now = time.monotonic()
+        now = self.clock() - self.begin
+        if self._is_worth_a_table(search, now):
+            self._print_table(search, now)
+        if now - self.said >= self.every:
+            self.said = now
+            self._print_line(search, now)
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self.is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    def _is_worth_a_table(self, search: "Search", now: float) -> bool:
         count = len(search.firsts)
-        is_late = now - self.begin > LATE_S
-        is_first = is_late and not self.tabled and len(search.heap) >= FEWEST
-        is_last = search.is_ranked and self.tabled < count
-        if is_first or is_last:
-            self.tabled = count
-            if now - self.begin > FIRST_TABLE_S:
-                self._print_table(search, now)
-        if now - self.last < PROGRESS_S[not self.is_terminal]:
-            return
-        self.last = now
-        line = f"{count:,} candidates"
         if search.is_ranked:
-            line = f"{search.looked:,} of {line} looked at, {search.predicted:,} predicted"
-        if search.places:
-            line += f", the best so far {search.best:.3g} s"
-        self._print(f"{line} ({now - self.begin:.0f} s)")
+            # Once, unless the results are nearly there.
+            is_new = self.tabled < count
+            self.tabled = count
+            return is_new and now > FIRST_TABLE_S
+        is_late = now > LATE_S and not self.tabled
+        if is_late and len(search.heap) >= FEWEST:
+            self.tabled = count
+            return True
+        return False
 
     def _print_table(self, search: "Search", now: float) -> None:
         rows = [["", "layout", "micro", "step", "memory"]]
         for candidate in search.first_results():
-            sizes = [f"{axis} {n}" for axis, n in candidate.layout.sizes.items() if n > 1]
             estimate = candidate.estimate
-            micro = str(candidate.settings["batch.micro_size"])
-            least = f"from {bytes_text(estimate.least_memory)}"
-            rows.append(["", ", ".join(sizes), micro, f"~ {estimate.seconds:.3g} s", least])
-        count = f"{len(search.firsts):,} candidates"
+            # Of a pipeline without a schedule the least with any.
+            about = "from" if candidate.layout.size("pp") > 1 else "~"
+            rows.append(
+                [
+                    "",
+                    _sizes(candidate),
+                    str(candidate.settings["batch.micro_size"]),
+                    f"{about} {estimate.seconds:.3g} s",
+                    f"from {bytes_text(estimate.least_memory)}",
+                ]
+            )
+        looked_at = plural(len(search.firsts), "candidate")
         if not search.is_ranked:
-            count = f"the first {count}"
-        title = f"a first look at {count}, by estimates ({now - self.begin:.1f} s)"
+            looked_at = f"the first {looked_at}"
         self.end()
-        print(title, *columns(rows), sep="\n", file=sys.stderr)
+        print(
+            f"a first look at {looked_at}, by estimates ({now:.1f} s)",
+            *columns(rows),
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
 
-    def _print(self, line: str) -> None:
+    def _print_line(self, search: "Search", now: float) -> None:
+        line = plural(len(search.firsts), "candidate")
+        if search.is_ranked:
+            line = f"{search.looked:,} of {line} looked at, {search.predicted:,} predicted"
+        if search.places:
+            line += f", the best so far {search.best:.3g} s"
+        line += f" ({now:.0f} s)"
         if self.is_terminal:
             print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class Keys(NamedTuple):
@@ -238,13 +260,12 @@ def _rows(
     rows = [["", "layout", "micro", "recompute", "schedule", "step", "MFU", "memory"]]
     for place, candidate in enumerate(results, 1):
         step = candidate.prediction.step
-        sizes = [f"{axis} {n}" for axis, n in candidate.layout.sizes.items() if n > 1]
         micro, recompute, schedule = (str(candidate.settings[key]) for key in TITLES)
         is_near = candidate.near and place > 1
         rows.append(
             [
                 f"{place} =" if is_near else f"{place}",
-                ", ".join(sizes),
+                _sizes(candidate),
                 micro,
                 recompute,
                 schedule if candidate.layout.size("pp") > 1 else "-",
@@ -263,6 +284,11 @@ def _rows(
         )
         rows += [[f"     {line}"] for line in below if line]
     return rows
+
+
+def _sizes(candidate: "Candidate") -> str:
+    """`dp_shard 8, tp 2`"""
+    return ", ".join(f"{axis} {n}" for axis, n in candidate.layout.sizes.items() if n > 1)
 
 
 def _rejected(search: "Search") -> list[str]:
@@ -302,10 +328,12 @@ def _candidate_json(search: "Search", candidate: "Candidate") -> dict[str, Any]:
 
 def _write(path: str, configs: Sequence[Config]) -> None:
     """Writes the first config into a file, or all of them into a folder: `1.yaml`, ..."""
-    files = [Path(path)]
-    if path.endswith("/") or Path(path).is_dir():
-        files = [Path(path) / f"{place}.yaml" for place in range(1, len(configs) + 1)]
+    is_folder = path.endswith("/") or Path(path).is_dir()
+    files = {Path(path): configs[0]}
+    if is_folder:
+        files = {Path(path) / f"{place}.yaml": config for place, config in enumerate(configs, 1)}
+    folder = Path(path) if is_folder else Path(path).parent
     with writing(path):
-        files[0].parent.mkdir(parents=True, exist_ok=True)
-        for file, config in zip(files, configs, strict=False):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, config in files.items():
             file.write_text(config.to_yaml())

@@ -9,6 +9,7 @@ Operators are counted in uncompiled blocks. The memory of compiled ones is that 
 graphs, in traces of their own.
 """
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -196,7 +197,7 @@ def _traced(
         replace(config, batch=replace(config.batch, micro_size=n, global_size=n * data_ranks))
         for n in samples
     ]
-    with untraced_errors(), fake_world(few, 0, "cuda") as mesh:
+    with _collected_when_told(), untraced_errors(), fake_world(few, 0, "cuda") as mesh:
         # The first block of each kind is in the model, and the identity in the place of the others.
         step = CountedStep(of_samples[0], _UnshardedMesh.of(mesh), META, skipped)
         queue = WeightGradQueue()
@@ -204,6 +205,21 @@ def _traced(
             _put_off_weight_grads(step.model, queue)
         works = step.works(of_samples, puts_off=queue if puts_off else None)
     return [{i: work for i, work in enumerate(own) if i not in skipped} for own in works]
+
+
+@contextmanager
+def _collected_when_told() -> Iterator[None]:
+    """Context without garbage collection but by `gc.collect`: what reference cycles hold, such as
+    the compiler's, would otherwise be freed in the middle of any block."""
+    gc.freeze()  # collections need not visit objects that exist already
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        gc.unfreeze()
 
 
 # Weight gradients that are computed later ---------------------------------------------------------
@@ -646,6 +662,7 @@ class CountedStep(TracedStep):
                 self.live.watch = self._count
             if begun == len(batches) - 1:
                 raise _CountedError
+            gc.collect()
             self._begin_microbatch(routed_rows(configs[0], batches[begun], self.mesh))
             begun += 1
 

@@ -4,6 +4,7 @@ the one between hosts."""
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.layout import Layout
@@ -40,7 +41,7 @@ class Group:
             _groups[key] = cls(ranks, on_host, ranks_of_host)
         return _groups[key]
 
-    @property
+    @cached_property
     def hosts(self) -> int:
         return math.ceil(self.ranks / self.on_host)
 

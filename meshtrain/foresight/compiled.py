@@ -118,8 +118,7 @@ class Graph:
             with without_dispatch_modes():
                 values[node] = tree_map_only(Tensor, _like, node.meta["val"])
             if node not in self.computed and live is not None:
-                arguments = fx.map_arg(node.args, values.__getitem__)
-                live.ran(node.target, arguments, values[node])
+                live.ran(node.target, fx.map_arg(node.args, values.__getitem__), values[node])
         elif node.op == "call_function" and node not in self.unseen:
             # What a generated kernel computes counts as one result, not operator by operator.
             hidden = node in self.computed

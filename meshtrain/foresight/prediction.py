@@ -23,6 +23,7 @@ from meshtrain.foresight.blocks import (
 )
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.memory import RankMemory
+from meshtrain.foresight.model import alike
 from meshtrain.foresight.parameters import compute_size, master_size
 from meshtrain.foresight.schedules import schedule_of
 from meshtrain.foresight.steptime import StepPlan, StepTime
@@ -65,6 +66,15 @@ def leaner_values(key: str, value: Any) -> tuple[Any, ...]:
     """The values of an entry of SAVINGS that save more than this one, which save less first."""
     values = SAVINGS[key]
     return values[values.index(value) + 1 :] if value in values else values[-1:]
+
+
+def compiles(setting: bool | str, hardware: Hardware | None, splits_backward: bool) -> bool:
+    """Whether blocks are compiled that can be. `setting`: of `parallel.compile`."""
+    device_type = "cuda"
+    if hardware is not None and not hardware.compute.asynchronous:
+        device_type = "cpu"
+    device = torch.device(device_type)
+    return choose_compile(setting, device, splits_backward, has_tools=True).compiles
 
 
 class Prediction:
@@ -134,7 +144,7 @@ class Prediction:
     def bounds(self) -> Sequence[tuple[int, int]]:
         """The range of blocks [first, end) of each stage."""
         if self.schedule is None:
-            return [(0, len(self.works))]
+            return [(0, len(alike(self.config)))]
         split = split_of(
             self.spec,
             self.config.data.seq_len,
@@ -169,10 +179,17 @@ class Prediction:
     @cached_property
     def ranks(self) -> list[RankMemory]:
         """Memory of the first rank of the pipeline, of the fullest, and of the last."""
+        is_traced = self.exact and self._is_short
+        last = 0 if self.schedule is None else self.schedule.ranks - 1
+        if is_traced and last <= 1:
+            # The first and the last are all: no search for the fullest, whose blocks would be
+            # compiled a second time.
+            return [self._trace(pp) for pp in range(last + 1)]
+
         by_blocks = self._ranks_by_blocks(self._works_in_memory)
         fullest = max(by_blocks, key=lambda rank: rank.total)
-        chosen = sorted({0, fullest.pp, len(by_blocks) - 1})
-        if self.exact and self._is_short:
+        chosen = sorted({0, fullest.pp, last})
+        if is_traced:
             return [self._trace(pp) for pp in chosen]
         return [by_blocks[pp] for pp in chosen]
 
@@ -301,17 +318,8 @@ class Prediction:
     @cached_property
     def compiled(self) -> bool:
         """Whether blocks are compiled that can be."""
-        device_type = "cuda"
-        if self.hardware is not None and not self.hardware.compute.asynchronous:
-            device_type = "cpu"
         splits_backward = self.schedule is not None and self.schedule.splits_backward
-        choice = choose_compile(
-            self.config.parallel.compile,
-            torch.device(device_type),
-            splits_backward,
-            has_tools=True,
-        )
-        return choice.compiles
+        return compiles(self.config.parallel.compile, self.hardware, splits_backward)
 
     @property
     def tokens_per_sample(self) -> int:

@@ -8,6 +8,10 @@ from typing import NamedTuple
 from meshtrain.pipeline.actions import Kind, Schedule
 from meshtrain.pipeline.schedule import NAMES, build, load, read_csv
 
+# Schedules with a choice of stages per rank, and those that a search tries.
+MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
+CHOICES = (2, 3, 4, 6, 8)
+
 
 @lru_cache(maxsize=1024)
 def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedule:
@@ -15,6 +19,13 @@ def short_schedule(name: str, ranks: int, stages_per_rank: int | None) -> Schedu
     if name.endswith(".csv"):
         return read_csv(name, ranks=ranks)
     return build(name, ranks=ranks, microbatches=1, stages_per_rank=stages_per_rank)
+
+
+@lru_cache(maxsize=16)
+def built(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """A named schedule with all its actions. To find those of a V shape takes long, and several
+    readers look at the same one."""
+    return build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
 
 
 def schedule_of(name: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
@@ -70,7 +81,7 @@ def held_by_ranks(schedule: Schedule) -> tuple[tuple[HeldOfRank, ...], ...]:
 def _most_held_of(
     name: str, ranks: int, per_rank: int, microbatches: int
 ) -> tuple[tuple[HeldOfRank, ...], ...]:
-    return _most_held(build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank))
+    return _most_held(built(name, ranks, microbatches, per_rank))
 
 
 def _most_held(schedule: Schedule) -> tuple[tuple[HeldOfRank, ...], ...]:

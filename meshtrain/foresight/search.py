@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from meshtrain.config import Config, ConfigErrors
 from meshtrain.errors import InputError, bytes_text
-from meshtrain.foresight.estimate import Estimate, Estimates
+from meshtrain.foresight.estimate import Estimate, Estimates, least_of
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.prediction import SAVINGS, Prediction
 from meshtrain.foresight.space import (
@@ -186,23 +186,23 @@ class Search:
         """The least that a candidate takes with any schedule and values of SAVINGS; None: it does
         not fit."""
         estimates = []
-        enough: list[Candidate] = []
-        for leaner in self.space.savings(candidate):
-            if any(saves_as_much(leaner, other) for other in enough):
+        fitting: list[Candidate] = []
+        *others, leanest = self.space.savings(candidate)
+        for leaner in (*others, leanest):
+            # What saves more than one that fits is not faster, but takes the least memory.
+            is_slower = any(saves_as_much(leaner, other) for other in fitting)
+            if is_slower and leaner is not leanest:
                 continue
             estimate = self.forecast.estimate(leaner, False)
             if estimate.least_memory > self.forecast.memory:
                 self.least = min(self.least, estimate.least_memory)
                 continue
+            fitting.append(leaner)
             estimates.append(estimate)
             is_sure = candidate.layout.size("pp") == 1
             if is_sure and self.goal == "time" and estimate.most_memory <= self.forecast.memory:
-                enough.append(leaner)  # what saves more is not faster
-                if len(estimates) == 1:
-                    break
-        if not estimates:
-            return None
-        return Estimate(*(min(numbers) for numbers in zip(*estimates, strict=True)))
+                break
+        return least_of(estimates) if estimates else None
 
     def _push(self, first: _First, estimate: Estimate, candidate: Candidate | None = None) -> None:
         self.pushed += 1

@@ -22,7 +22,7 @@ from meshtrain.config.schema import SECTIONS
 from meshtrain.errors import InputError, yaml_text
 from meshtrain.foresight.prediction import SAVINGS, leaner_values, usable_savings
 from meshtrain.foresight.rules import RememberedRules, Rule
-from meshtrain.foresight.schedules import short_schedule
+from meshtrain.foresight.schedules import CHOICES, MORE_STAGES, short_schedule
 from meshtrain.layout import AXES, DATA_AXES, Layout, written
 from meshtrain.pipeline.partition import blocks_of
 from meshtrain.pipeline.schedule import NAMES
@@ -37,8 +37,6 @@ OFFLOAD = "parallel.offload"
 KEYS = ("layout", MICRO, CONTEXT, HEADS, EXPERTS, SEQUENCE, COMPILE, *SAVINGS, SCHEDULE, STAGES)
 # vary by default
 USUAL = tuple(key for key in KEYS if key not in (CONTEXT, HEADS, SEQUENCE, COMPILE))
-# schedules with a choice of stages per rank
-MORE_STAGES = ("interleaved-1f1b", "looped-bfs", "interleaved-zb")
 FEWEST_TOKENS = 256  # of a sequence on each rank, if cp spans hosts and is not asked for
 SUBJECTS: dict[Rule, str] = {  # of the config's rules, for people
     check_split: "tp",
@@ -139,7 +137,8 @@ class Space:
         """Yields the candidates that the rules accept, without a schedule, each of SAVINGS at its
         first value."""
         for layout in self._layouts():
-            if problem := self._unlikely(layout):
+            problem = self._unlikely(layout)
+            if problem is not None:
                 self.count += 1
                 self.reject(problem, str(layout))
                 continue
@@ -148,9 +147,10 @@ class Space:
             for values in itertools.product(*options.values()):
                 settings = dict(zip(options, values, strict=True))
                 self.count += len(sizes)
-                placed = None
-                for size in self._accepted(layout, settings, sizes):
-                    placed = placed or self._placed(layout, settings)
+                accepted = list(self._accepted(layout, settings, sizes))
+                if accepted:
+                    placed = self._placed(layout, settings)
+                for size in accepted:
                     yield Candidate(placed, {MICRO: size, **settings})
 
     def _placed(self, layout: Layout, settings: Mapping[str, Any]) -> Layout:
@@ -197,10 +197,10 @@ class Space:
         """Key -> the values to try with a layout."""
         batch, parallel = self.config.batch, self.config.parallel
         cp, tp = layout.size("cp"), layout.size("tp")
-        share = math.ceil(batch.sizes.largest / layout.size(*DATA_AXES))  # samples of a rank
-        powers = [1 << i for i in range(share.bit_length())]
+        samples_of_rank = math.ceil(batch.sizes.largest / layout.size(*DATA_AXES))
+        powers = [1 << i for i in range(samples_of_rank.bit_length())]
         options: dict[str, list[Any]] = {
-            MICRO: sorted({*powers, min(batch.micro_size, share)}),
+            MICRO: sorted({*powers, min(batch.micro_size, samples_of_rank)}),
             CONTEXT: ["gather", "ring"] if cp > 1 else [parallel.context],
             HEADS: [n for n in range(1, cp + 1) if cp % n == 0],
             EXPERTS: [None],
@@ -268,20 +268,27 @@ class Space:
         if ranks == 1:
             yield candidate
             return
-        several = [count for count in (2, 3, 4, 6, 8) if count * ranks <= self.blocks]
         problems = []
-        for name in NAMES if SCHEDULE in self.vary else [self._own_value(SCHEDULE)]:
-            stages = [self._own_value(STAGES)]
-            if STAGES in self.vary:
-                stages = several if name in MORE_STAGES else [None]
-            for per_rank in stages:
-                other = candidate.changed({SCHEDULE: name, STAGES: per_rank})
-                problem = self._problem_of_schedule(other)
-                problems.append(problem)
-                if problem is None:
-                    yield other
+        for name, per_rank in self._schedules_of(ranks):
+            other = candidate.changed({SCHEDULE: name, STAGES: per_rank})
+            problem = self._problem_of_schedule(other)
+            problems.append(problem)
+            if problem is None:
+                yield other
         if None not in problems:
             self.reject("pp without a schedule that works", f"{candidate.layout}: {problems[0]}")
+
+    def _schedules_of(self, ranks: int) -> Iterator[tuple[str, int | None]]:
+        """Yields the schedules to try, and their stages per rank."""
+        for name in NAMES if SCHEDULE in self.vary else [self._own_value(SCHEDULE)]:
+            if STAGES not in self.vary:
+                yield name, self._own_value(STAGES)
+            elif name not in MORE_STAGES:
+                yield name, None
+            else:
+                for per_rank in CHOICES:
+                    if per_rank * ranks <= self.blocks:
+                        yield name, per_rank
 
     def _problem_of_schedule(self, candidate: Candidate) -> str | None:
         sizes, settings = candidate.layout.sizes, candidate.settings

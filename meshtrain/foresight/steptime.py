@@ -17,6 +17,7 @@ from meshtrain.foresight.offload import (
     state_visits,
 )
 from meshtrain.foresight.parameters import compute_size, first_part, master_size
+from meshtrain.foresight.schedules import built
 from meshtrain.foresight.work import Pass, Product, Work, of_each, over_shards, shard_counts
 from meshtrain.layout import Layout
 from meshtrain.optim.groups import update_bytes, update_flops
@@ -25,7 +26,6 @@ from meshtrain.parallel.fsdp import MIN_UNIT_SIZE
 from meshtrain.parallel.sharding import ParameterSpec, optimizer_shard
 from meshtrain.pipeline.actions import Schedule
 from meshtrain.pipeline.schedule import NAMES as SCHEDULES
-from meshtrain.pipeline.schedule import build
 from meshtrain.pipeline.simulate import simulate
 
 # of a schedule that is simulated whole; of longer ones the steady state is extrapolated
@@ -204,18 +204,29 @@ def block_costs(
     """
 
     def of_block(work: Work) -> BlockCost:
-        costs = [cost(one, layout, hardware, precision, compiled) for one in work.passes]
-        for one, spent in zip(work.passes, costs, strict=True):
-            for send in () if deferred else one.sends:
-                group = Group.of(layout, send.axis)
-                took = seconds(send.kind, send.nbytes, group, hardware, send.times)
-                overlapped = min(took, _product_seconds(send.beside, hardware, precision))
-                spent[send.axis] -= (1 - hardware.compute.contention) * overlapped
+        costs = []
+        for one in work.passes:
+            spent = cost(one, layout, hardware, precision, compiled)
+            if not deferred:
+                _hide_messages(spent, one, layout, hardware, precision)
+            costs.append(spent)
         if work.offloaded:
             _add_host_copies(costs, work, hardware, deferred)
         return BlockCost(tuple(costs))
 
     return of_each(works, of_block)
+
+
+def _hide_messages(
+    spent: Cost, work: Pass, layout: Layout, hardware: Hardware, precision: str
+) -> None:
+    """Takes from the cost of a pass what its messages do not add, as products run beside them."""
+    for send in work.sends:
+        group = Group.of(layout, send.axis)
+        sending = seconds(send.kind, send.nbytes, group, hardware, send.times)
+        overlapped = min(sending, _product_seconds(send.beside, hardware, precision))
+        # Both share the device, and slow each other down.
+        spent[send.axis] -= (1 - hardware.compute.contention) * overlapped
 
 
 def _add_host_copies(costs: Sequence[Cost], work: Work, hardware: Hardware, deferred: bool) -> None:
@@ -273,8 +284,7 @@ def _named_makespan(
 ) -> float:
     actions = 2 * microbatches * ranks * per_rank
     if microbatches < 4 * ranks or actions <= MOST_ACTIONS:
-        schedule = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
-        return _simulated(schedule, costs, transfer)
+        return _simulated(built(name, ranks, microbatches, per_rank), costs, transfer)
     # In its steady state a schedule repeats itself every `ranks` microbatches: extrapolate from two
     # short ones with the same remainder.
     few = microbatches % ranks + 2 * ranks

@@ -1,5 +1,5 @@
-"""Patches of torch in a trace: FSDP, optimizers, fused kernels and process groups on the meta
-device, for one rank of a world without other processes.
+"""Patches of torch in a trace: FSDP, fused kernels and process groups on the meta device, for one
+rank of a world without other processes.
 
 All of them reach into torch where it makes no promise. They were read in torch 2.11 to 2.13.
 """
@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import device_mesh
-from torch.distributed._tools import fake_collectives  # noqa: F401  (collectives of meta tensors)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
@@ -38,7 +37,7 @@ _sdpa = F.scaled_dot_product_attention
 
 @contextmanager
 def meta_stands_for(device_type: str) -> Iterator[None]:
-    """Context in which FSDP, optimizers and fused kernels treat the meta device as `device_type`:
+    """Context in which FSDP and fused kernels treat the meta device as `device_type`:
     "cpu" or "cuda"."""
     torch_private.mend_attention_shapes()
     with ExitStack() as stack:
@@ -59,11 +58,6 @@ def meta_stands_for(device_type: str) -> Iterator[None]:
         replace(_fully_shard, "_get_device_from_mesh", lambda _: META)
         replace(_fsdp_param, "_chunk_with_empty", Chunks)
         replace(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
-
-        # The fused optimizer: else torch would allocate what its separate operators do.
-        stack.enter_context(
-            patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"])
-        )
 
         # Fused kernels: for meta tensors torch chooses none.
         replace(F, "scaled_dot_product_attention", _attention)

@@ -96,10 +96,11 @@ def check_forward(
     elif whole.device.type != "meta":
         _fill_with_zeros(model)
     _refuse_foreign_parameters(whole, model, bounds)
-    for first, end in bounds[1:] or bounds:
-        for training in (True, False):
-            model.train(training)
-            _Walk(whole, model, first, end, dtype).run()
+    parts = _Parts(model)
+    for training in (True, False):
+        model.train(training)
+        for first, end in bounds[1:] or bounds:
+            _Walk(whole, parts, first, end, dtype).run()
 
 
 # A forward of the whole model ---------------------------------------------------------------------
@@ -324,20 +325,34 @@ class _LeaveForward(BaseException):
     """See `stage._LeaveForward`."""
 
 
+class _Parts:
+    """A model as all walks through it see it: looked up once, as there may be a hundred stages."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = list(model.named_modules())
+        self.outside = list(outside_modules(model))
+        self.blocks = blocks_of(model)
+        names = {module: name for name, module in self.modules}
+        self.names = [f"block {names[block]}" for block in self.blocks]
+        # In the place of parameters and buffers, by their names.
+        self.stand_ins: dict[str, StandIn] = {}
+
+
 class _Walk:
     """A forward as one stage runs it, in which its blocks compute nothing."""
 
     def __init__(
-        self, whole: Whole, model: nn.Module, first: int, end: int, dtype: torch.dtype
+        self, whole: Whole, parts: _Parts, first: int, end: int, dtype: torch.dtype
     ) -> None:
         self._whole = whole
-        self._model = model
-        self._blocks = blocks_of(model)
-        names = {module: name for name, module in model.named_modules()}
-        self._names = [f"block {names[block]}" for block in self._blocks]
+        self._parts = parts
+        self._model = parts.model
+        self._blocks = parts.blocks
+        self._names = parts.names
         self._first, self._end = first, end
         self._dtype = dtype
-        self._forms = whole.forms[model.training]
+        self._forms = whole.forms[self._model.training]
         self._done = 0
 
     def run(self) -> None:
@@ -362,29 +377,37 @@ class _Walk:
         forwards: dict[nn.Module, Any] = {}
         for number, block in enumerate(self._blocks):
             forwards[block] = partial(self._block, number)
-        for name, module in outside_modules(self._model):
+        for name, module in self._parts.outside:
             is_called = any(place in own for place in outline.called.get(name, ()))
             if state_of(module) and not is_called:
                 forwards[module] = stand_in_forward(module, name, device, self._dtype)
 
         before = {module: vars(module).get("forward") for module in forwards}
         undo = []
-        others = [*self._blocks[: self._first], *self._blocks[self._end :]]
+        others = {*self._blocks[: self._first], *self._blocks[self._end :]}
         kept = modules_without(self._model, others)
-        for name, module in list(self._model.named_modules()):
-            tensors = state_of(module) if module in kept else tensors_of(module)
-            undo += take_out(module, name, held, device, self._dtype, tensors=tensors)
+        for name, module in self._parts.modules:
+            undo += take_out(
+                module,
+                name,
+                held,
+                device,
+                self._dtype,
+                tensors=state_of(module) if module in kept else tensors_of(module),
+                known=self._parts.stand_ins,
+            )
+        # Not by `setattr`, which takes long in a large model.
         for module, forward in forwards.items():
-            module.forward = forward
+            vars(module)["forward"] = forward
         try:
             yield
         finally:
             for back in undo:
                 back()
             for module, forward in before.items():
-                del module.forward
+                del vars(module)["forward"]
                 if forward is not None:
-                    module.forward = forward
+                    vars(module)["forward"] = forward
 
     @property
     def has_received(self) -> bool:

@@ -189,7 +189,7 @@ def outside_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def modules_without(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Module]:
+def modules_without(model: nn.Module, blocks: Collection[nn.Module]) -> set[nn.Module]:
     """The modules that a model has besides these blocks, or shares with them."""
     found: set[nn.Module] = set()
     to_visit = [model]
@@ -369,10 +369,18 @@ def take_out(
     dtype: torch.dtype,
     *,
     tensors: Mapping[str, Tensor] | None = None,
+    known: dict[str, StandIn] | None = None,
 ) -> list[Callable[[], None]]:
     """Puts stand-ins in the place of a module's own tensors that are not held. Returns functions
-    that undo it. `tensors`: by their names in it; None: its state."""
+    that undo it.
+
+    Args:
+        tensors: by their names in the module; None: its state.
+        known: full name -> the stand-in of an earlier call for this device and dtype; this one adds
+            its own.
+    """
     undo: list[Callable[[], None]] = []
+    known = {} if known is None else known
     for own, tensor in (state_of(module) if tensors is None else tensors).items():
         full = f"{name}.{own}".lstrip(".")
         if full in held:
@@ -380,8 +388,10 @@ def take_out(
         kind = "parameter" if own in own_parameters(module) else "buffer"
         table: Any = own_parameters(module) if kind == "parameter" else own_buffers(module)
         del table[own]
+        if full not in known:
+            known[full] = StandIn.like(tensor, device, f"the {kind} {full}", dtype)
         # Not by `setattr`, which a module may have overridden.
-        vars(module)[own] = StandIn.like(tensor, device, f"the {kind} {full}", dtype)
+        vars(module)[own] = known[full]
 
         def put_back(own: str = own, tensor: Tensor = tensor, table: Any = table) -> None:
             del vars(module)[own]

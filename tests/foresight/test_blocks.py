@@ -1,6 +1,7 @@
 """The counted work of blocks: weight gradients, which some schedules put off, are a pass of their
 own."""
 
+import gc
 import json
 from collections import Counter
 
@@ -52,6 +53,27 @@ def test_each_product_of_a_forward_has_one_for_the_weights(recompute: str, tp: i
     assert flops(first.weight_grad) == flops(first.forward)
     assert flops(first.input_grad) == flops(first.forward) * (2 if recompute == "full" else 1)
     assert first.weight_grad.attention_flops == 0 < first.input_grad.attention_flops
+
+
+def test_garbage_is_collected_between_microbatches_only() -> None:
+    """In the middle of a block a collection would free what others still seem to hold."""
+    file = "configs/quickstart.yaml"
+    overrides = [*SMALL[file], "layout={dp_shard: 1}"]
+    config = Config.load(ROOT / file, overrides, world_size=1)
+    generations = []
+
+    def collecting(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and not gc.isenabled():
+            generations.append(about["generation"])
+
+    gc.callbacks.append(collecting)
+    try:
+        _counted(config, config.resolved)
+    finally:
+        gc.callbacks.remove(collecting)
+    # Before each of the microbatches with one sample, with one and with two.
+    assert generations == [2, 2, 2]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

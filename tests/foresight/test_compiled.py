@@ -2,14 +2,18 @@
 kernels of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config as inductor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshtrain.config import Config
 from meshtrain.dropout import set_dropout
+from meshtrain.foresight.compiled import Graph
+from meshtrain.foresight.live import LiveBytes, watched
 from meshtrain.foresight.trace import META, TracedStep, fake_world
 from meshtrain.mesh import build_mesh
 from tests.foresight.traced import BATCH, SMALL
@@ -43,6 +47,23 @@ def saved(step: TracedStep) -> list[int]:
     sizes = [storage.nbytes() for key, storage in storages.items() if key not in weights]
     assert output.requires_grad
     return sorted(sizes)
+
+
+def test_a_convolution_is_counted_with_all_its_arguments() -> None:
+    x, weight = (torch.empty(*sizes, device="meta") for sizes in ((2, 4, 9, 9), (4, 4, 3, 3)))
+    settings = [2, 2], [1, 1], [1, 1], False, [0, 0], 1
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, None, *settings)
+
+    called: list[tuple[Any, ...]] = []
+    live = LiveBytes("meta")
+    live.watch = lambda func, arguments, output: called.append(arguments)
+    graph = Graph(make_fx(run, tracing_mode="fake")(x, weight))
+    with watched(live):
+        graph([x, weight])
+    [arguments] = called
+    assert arguments == (x, weight, None, *settings)
 
 
 @pytest.mark.slow

@@ -15,8 +15,9 @@ from meshtrain.config import Config, ConfigErrors
 from meshtrain.data.order import microbatches
 from meshtrain.errors import InputError
 from meshtrain.foresight import blocks
-from meshtrain.foresight.estimate import Estimate, Estimates, _waits
+from meshtrain.foresight.estimate import Estimate, Estimates
 from meshtrain.foresight.hardware import load
+from meshtrain.foresight.pipelines import waits
 from meshtrain.foresight.prediction import SAVINGS, Prediction
 from meshtrain.foresight.schedules import held_by_ranks
 from meshtrain.foresight.search import NEAR, Forecast, Search, forecast
@@ -27,6 +28,7 @@ from meshtrain.foresight.space import (
     OFFLOAD,
     SCHEDULE,
     SEQUENCE,
+    STAGES,
     Candidate,
     Space,
 )
@@ -315,7 +317,7 @@ def test_what_schedules_wait_and_hold_follows_from_small_pipelines(name: str) ->
     """Of 8 ranks, from 2 and 6: within a microbatch or two of what the schedule itself does."""
     ranks, count = 8, 32
     schedule = build(name, ranks=ranks, microbatches=count)
-    idle, held = _waits(name, ranks, schedule.stages_per_rank, count)
+    idle, held = waits(name, ranks, schedule.stages_per_rank, count)
     third = 1 / (3 * schedule.stages_per_rank)
     costs = [third] * schedule.stages
     takes = simulate(schedule, costs, costs, costs).makespan
@@ -344,6 +346,23 @@ def test_estimates_are_near_predictions() -> None:
         assert estimate.least_memory <= prediction.memory.total
     assert 0.85 <= median(ratios) <= 1.05
     assert max(ratios) <= 1.2
+
+
+def test_without_a_schedule_a_pipeline_is_estimated_as_with_the_best_one() -> None:
+    """No higher, so that a search finds it, and not much lower, so that a table tells something."""
+    searched = space_of(
+        load_small(16, *LARGER, "layout={dp_shard: -1}"), ("layout", SCHEDULE, STAGES), (8, 8)
+    )
+    estimates = Estimates(searched.config, load("h100"))
+    pipelines = [first for first in searched.candidates() if first.layout.size("pp") > 1]
+    assert len(pipelines) > 10
+    for first in pipelines:
+        least = estimates.of(first, False)
+        scheduled = [estimates.of(other, True) for other in searched.schedules(first)]
+        fastest = min(estimate.seconds for estimate in scheduled)
+        assert 0.95 * fastest <= least.seconds <= fastest * (1 + 1e-9)
+        leanest = min(estimate.least_memory for estimate in scheduled)
+        assert 0.7 * leanest <= least.least_memory <= leanest * (1 + 1e-9)
 
 
 def test_the_work_of_a_search_does_not_grow_with_the_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,11 +144,12 @@ def weight_grad(
 
 # What is entered around each weight gradient that is computed; see `around_weight_grads`.
 _around: list[Callable[[], AbstractContextManager[object]]] = []
+_NOTHING = nullcontext()  # one for all weight gradients, of which a step has hundreds
 
 
 def noticed() -> AbstractContextManager[object]:
     """What encloses the computation of a weight gradient."""
-    return _around[-1]() if _around else nullcontext()
+    return _around[-1]() if _around else _NOTHING
 
 
 @contextmanager
