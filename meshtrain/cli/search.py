@@ -118,7 +118,6 @@ def run(arguments: argparse.Namespace) -> None:
     needs_offload = not results and first != keys.varied
     if needs_offload:
         search, results = searched(keys.varied)
-    space = search.space
     progress.end()
     if not results:
         raise InputError("\n".join(["no layout of these hosts is found", *_rejected(search)]))
@@ -128,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(search_json(search, results)))
         return
     took = time.monotonic() - begin
-    count = f"{space.count:,} candidates for {describe_hosts(space.placed)}"
+    count = f"{search.space.count:,} candidates for {describe_hosts(search.space.placed)}"
     print(f"{count}, {search.predicted:,} predicted in full ({took:.1f} s)")
     if needs_offload:
         print("without parallel.offload nothing fits")

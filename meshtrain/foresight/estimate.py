@@ -158,10 +158,7 @@ class Estimates:
 
     def _in_shape(self, candidate: Candidate, placed: Placed, shape: Shape, count: int) -> Estimate:
         settings = candidate.settings
-        choice = settings[COMPILE], shape.deferred
-        if choice not in self._compiled:
-            self._compiled[choice] = compiles(settings[COMPILE], self.hardware, shape.deferred)
-        compiled = self._compiled[choice]
+        compiled = self._compiles(settings[COMPILE], shape.deferred)
         # Candidates that differ in data ranks and stages have these in common.
         sizes = placed.tp, placed.cp, placed.experts, settings[MICRO]
         kind = *sizes, of_blocks(candidate), compiled
@@ -171,36 +168,28 @@ class Estimates:
         key = kind, placed.key, shape.deferred
         if key not in self._passes:
             self._passes[key] = self._passes_of(sketch, placed.groups, shape.deferred)
-        whole = self._passes[key]
-        own = Passes(whole.forward * shape.time, whole.backward * shape.time)
-        offloads = settings[OFFLOAD] in OF_ACTIVATIONS
-        if offloads:
-            away = shape.saved * sketch[OFFLOADED]
-            own = Passes(
-                own.forward + seconds_beside_block(away, own.forward, self.hardware),
-                own.backward + seconds_beside_block(away, own.backward, self.hardware),
-            )
 
-        total = (count + shape.idle) * (own.forward + own.backward)
+        passes = self._own_passes(self._passes[key], candidate, sketch, shape)
+        total = (count + shape.idle) * (passes.forward + passes.backward)
         if placed.fsdp > 1:
-            total += self._sharding_adds(candidate, placed, sketch, shape, count, own)
+            total += self._sharding_adds(candidate, placed, sketch, shape, count, passes)
         if placed.copies > 1:
-            total += self._copies_add(candidate, placed, sketch, shape, own)
-
+            total += self._copies_add(candidate, placed, sketch, shape, passes)
         if settings[OFFLOAD] in OF_STATES:
             states = shape.parameters * _states(candidate, placed, sketch)
             total += self.hardware.host_seconds(states)  # and as much back, at the same time
 
         kept = shape.parameters * self._kept(candidate, placed, sketch, count)
-        # Microbatches in flight have what they saved, and one of them all that is alive.
-        one = max(sketch[PEAK] - sketch[SAVED] * (1 - shape.saved), 0.0)
-        activations = (shape.held - 1) * shape.saved * sketch[SAVED] + one
-        if offloads:
-            # Of what blocks save, copies under way are on the device, and what stays.
-            stays = shape.saved * (sketch[SAVED] - sketch[OFFLOADED])
-            activations = (shape.held - 1) * stays + sketch[OFFLOADING_PEAK]
+        activations = _activations(candidate, sketch, shape)
         least = COMPILED if compiled else LEAST
         return Estimate(total, kept + least * activations, kept + MOST * activations)
+
+    def _compiles(self, setting: Any, deferred: bool) -> bool:
+        """Whether blocks are compiled that can be, with this value of `parallel.compile`."""
+        choice = setting, deferred
+        if choice not in self._compiled:
+            self._compiled[choice] = compiles(setting, self.hardware, deferred)
+        return self._compiled[choice]
 
     # Seconds --------------------------------------------------------------------------------------
 
@@ -216,6 +205,19 @@ class Estimates:
                 sending -= (1 - self.hardware.compute.contention) * overlapped
             took[during] += sending
         return Passes(**took)
+
+    def _own_passes(
+        self, whole: Passes, candidate: Candidate, sketch: Sketch, shape: Shape
+    ) -> Passes:
+        """Of the busiest rank's share of the blocks, with what copies to the host add."""
+        own = Passes(whole.forward * shape.time, whole.backward * shape.time)
+        if candidate.settings[OFFLOAD] not in OF_ACTIVATIONS:
+            return own
+        away = shape.saved * sketch[OFFLOADED]
+        return Passes(
+            own.forward + seconds_beside_block(away, own.forward, self.hardware),
+            own.backward + seconds_beside_block(away, own.backward, self.hardware),
+        )
 
     def _sharding_adds(
         self,
@@ -283,6 +285,18 @@ class Estimates:
             return kept
         # The messages with three units of parameters and with one of gradients.
         return kept + (3 * element + master) * elements / sketch[BLOCKS]
+
+
+def _activations(candidate: Candidate, sketch: Sketch, shape: Shape) -> float:
+    """Bytes of activations on the fullest rank."""
+    in_flight = shape.held - 1  # besides the microbatch that computes
+    if candidate.settings[OFFLOAD] in OF_ACTIVATIONS:
+        # Of what blocks save, copies under way are on the device, and what stays.
+        stays = shape.saved * (sketch[SAVED] - sketch[OFFLOADED])
+        return in_flight * stays + sketch[OFFLOADING_PEAK]
+    # Microbatches in flight have what they saved, and one of them all that is alive.
+    one = max(sketch[PEAK] - sketch[SAVED] * (1 - shape.saved), 0.0)
+    return in_flight * shape.saved * sketch[SAVED] + one
 
 
 def _states(candidate: Candidate, placed: Placed, sketch: Sketch) -> float:
