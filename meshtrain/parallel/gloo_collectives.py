@@ -67,14 +67,19 @@ def start_exchange(
     ranks."""
     rank, size = group.rank(), group.size()
     works = []
+    # Sends come first. What the peer sends arrives at the same connection, which gloo's thread may
+    # not read while this thread writes to it: until then it would poll without a pause. The peer
+    # sends nothing before a receive is posted.
+    #
     # At each distance every rank has a different target, so none is sent to by all at once.
     for distance in range(1, size):
-        source = (rank - distance) % size
         target = (rank + distance) % size
-        if incoming[source].numel() > 0:
-            works.append(start_receive(incoming[source], group, source))
         if outgoing[target].numel() > 0:
             works.append(start_send(outgoing[target], group, target))
+    for distance in range(1, size):
+        source = (rank - distance) % size
+        if incoming[source].numel() > 0:
+            works.append(start_receive(incoming[source], group, source))
     return works
 
 
