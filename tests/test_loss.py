@@ -106,6 +106,18 @@ def test_a_term_has_a_number_for_each_sample(term: Tensor) -> None:
         attach(torch.zeros(2, 2), "hidden", term)
 
 
+@pytest.mark.parametrize("term", [torch.zeros(2), torch.zeros(2, 4)])
+def test_with_padding_of_tokens_a_term_has_a_number_for_each_token(term: Tensor) -> None:
+    """A number for each sample cannot be said to be of padding or not."""
+    terms = StepTerms(GlobalCount(1, ALONE, CPU))
+    of_tokens = torch.tensor([True, True, False])
+    with (
+        terms.of_microbatch(2, 2, of_tokens),
+        pytest.raises(ValueError, match="a number for each of this rank's 3 tokens"),
+    ):
+        attach(torch.zeros(2, 3), "hidden", term)
+
+
 def test_ranks_agree_on_the_fields_and_on_what_they_have_computed_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
 from meshtrain.mesh import Mesh
-from meshtrain.parallel.activation_checkpoint import _policy
+from meshtrain.parallel.activation_checkpoint import _policy, checkpoint_block
 from meshtrain.parallel.options import ParallelOptions
 from meshtrain.parallel.parallelize import parallelize
 from meshtrain.parallel.torch_private import ATTENTION_DROPOUT
@@ -47,6 +47,11 @@ class Dropping(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.3)[:, 0]
         x = x + F.dropout(self.out(y), 0.3)
         return x + self.dropout(torch.tanh(x))
+
+
+def test_without_recomputation_a_block_keeps_its_forward() -> None:
+    block = Dropping()
+    assert checkpoint_block(block.forward, "none") == block.forward
 
 
 def drawn_steps(recompute: str, compile: bool) -> list[Tensor]:
