@@ -4,10 +4,10 @@ What a block computes, sends and keeps is affine in 1 / cp and in 1 / ep, so a f
 all. What recomputation and gathering again change is taken from one layout for all.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from meshtrain.config import Config, spec_of
@@ -16,8 +16,8 @@ from meshtrain.foresight.blocks import works_of
 from meshtrain.foresight.hardware import Hardware
 from meshtrain.foresight.parameters import held_bytes, master_size
 from meshtrain.foresight.space import CONTEXT, MICRO, RECOMPUTE, REGATHER, SEQUENCE, Candidate
-from meshtrain.foresight.steptime import NAMES, cost
-from meshtrain.foresight.work import Work
+from meshtrain.foresight.steptime import cost, product_seconds
+from meshtrain.foresight.work import BlockMemory, Work
 from meshtrain.layout import Layout
 from meshtrain.parallel.activation_offload import LEAST
 from meshtrain.parallel.host_link import LIMIT
@@ -26,14 +26,20 @@ from meshtrain.pipeline.partition import blocks_of
 
 # Of a candidate, what changes the work of its blocks besides sizes.
 OF_BLOCKS = (RECOMPUTE, REGATHER, CONTEXT, SEQUENCE)
-PASSES = ("forward", "backward", "backward")  # of the two backwards the sum
+# The passes of a Work: a sketch has the sum of the two backwards.
+PASSES = ("forward", "backward", "backward")
 
 Key = tuple[str, ...]
-FORWARD, BACKWARD = ("forward",), ("backward",)  # seconds of computing
-SAVED, PEAK = ("saved",), ("peak",)  # bytes of activations: saved for the backward, most at once
+# Seconds of computing.
+FORWARD = ("forward",)
+BACKWARD = ("backward",)
+# Bytes of activations: saved for the backward, and most at once.
+SAVED = ("saved",)
+PEAK = ("peak",)
+# The same with parallel.offload: what leaves the device, and most at once of a block.
+OFFLOADED = ("offloaded",)
+OFFLOADING_PEAK = ("offloading peak",)
 BLOCKS = ("blocks",)  # their number
-# Bytes of activations with parallel.offload: that leave the device, and most at once of a block.
-OFFLOADED, OFFLOADING_PEAK = ("offloaded",), ("offloading peak",)
 SEVERAL = 16  # tensors that a block saves: small ones stay on the device
 
 
@@ -103,46 +109,50 @@ class Sketches:
 
     def of(self, candidate: Candidate, compiled: bool) -> Sketch:
         """`compiled`: whether blocks are compiled that can be."""
-        layout, settings = candidate.layout, candidate.settings
+        layout = candidate.layout
+        tp = layout.size("tp")
+        cp = layout.size("cp")
         plain = candidate.changed({RECOMPUTE: "none", REGATHER: False})
-        sketch = self._with_experts(plain, layout.size("tp"), layout.experts, compiled)
+        sketch = self._with_experts(plain, tp, layout.experts, compiled)
 
         # What changes by cp and by settings is traced with as few ranks as show it.
-        traced = partial(
-            self._traced,
-            tp=min(layout.size("tp"), 2),
-            ep=2 if self.has_experts else 1,
-            compiled=compiled,
-        )
-        cp = layout.size("cp")
+        few_experts = 2 if self.has_experts else 1
+        traced = partial(self._traced, tp=min(tp, 2), ep=few_experts, compiled=compiled)
         if cp > 1:
-            one, two = traced(plain, cp=1), traced(plain, cp=2)
-            # 1 / cp is 1 for the first, and 1 / 2 for the second.
-            sketch = sketch.changed_like(one, one.toward(two, 2 * (1 - 1 / cp)))
+            whole = traced(plain, cp=1)
+            halved = traced(plain, cp=2)
+            split = whole.toward(halved, _way_to(cp, 1, 2))
+            sketch = sketch.changed_like(whole, split)
         for key in (RECOMPUTE, REGATHER):
-            if settings[key] != plain.settings[key]:
-                changed = plain.changed({key: settings[key]})
-                sketch = sketch.changed_like(traced(plain, cp=1), traced(changed, cp=1))
+            value = candidate.settings[key]
+            if value != plain.settings[key]:
+                before = traced(plain, cp=1)
+                after = traced(plain.changed({key: value}), cp=1)
+                sketch = sketch.changed_like(before, after)
         return sketch
 
     def _with_experts(self, candidate: Candidate, tp: int, ep: int, compiled: bool) -> Sketch:
         """For `ep` ranks of experts: from two, and as many as the model takes of 16."""
+        traced = partial(self._traced, candidate, tp=tp, cp=1, compiled=compiled)
         if ep <= 2:
-            return self._traced(candidate, tp=tp, cp=1, ep=ep, compiled=compiled)
-        two = self._traced(candidate, tp=tp, cp=1, ep=2, compiled=compiled)
+            return traced(ep=ep)
+        two = traced(ep=2)
         for many in (16, 8, 4):
             try:
-                more = self._traced(candidate, tp=tp, cp=1, ep=many, compiled=compiled)
-            except InputError:
+                more = traced(ep=many)
+            except InputError:  # the model has no experts for so many
                 continue
-            return two.toward(more, (1 / 2 - 1 / ep) / (1 / 2 - 1 / many))
+            return two.toward(more, _way_to(ep, 2, many))
         return two
 
     def _traced(self, candidate: Candidate, *, tp: int, cp: int, ep: int, compiled: bool) -> Sketch:
+        """Traces a layout once, and remembers it, also if the model refuses it."""
         key = tp, cp, ep, candidate.settings[MICRO], of_blocks(candidate), compiled
         if key not in self._traces:
+            # Experts lie on ranks of data beyond those of cp and tp.
             ranks_of_data = max(1, ep // (cp * tp))
-            layout = Layout({"dp_shard": ranks_of_data, "cp": cp, "tp": tp}).with_experts(ep)
+            sizes = {"dp_shard": ranks_of_data, "cp": cp, "tp": tp}
+            layout = Layout(sizes).with_experts(ep)
             try:
                 works = works_of(candidate.apply(self.config), layout)
                 self._traces[key] = self._sum(works, layout, compiled)
@@ -157,58 +167,77 @@ class Sketches:
         """Over all blocks, of which those of a kind share one Work."""
         total = Sketch()
         kinds = {id(work): work for work in works}
-        for work in kinds.values():
-            of_kind = self._passes(work, layout, compiled)
-            of_kind.update(self._parameters(work, layout))
-            total.add(of_kind, times=sum(other is work for other in works))
-
-        # When a block runs, what those before it have saved is there, too.
-        saved_before = [0.0, *accumulate(work.memory.saved for work in works)]
-        lives = []
-        alone = []  # of a block by itself, of whose saved tensors copies under way are there
-        for before, work in zip(saved_before, works, strict=False):
-            backward = max(live.activations for live in work.memory.backward)
-            alive = max(work.memory.forward, backward)
-            lives.append(before + alive)
-            alone.append(alive - max(work.memory.saved - 2 * LIMIT, 0.0))
-        total[SAVED], total[PEAK] = saved_before[-1], max(lives)
-        total[OFFLOADED], total[OFFLOADING_PEAK] = self._offloaded(works), max(alone)
+        blocks_of_kind = Counter(id(work) for work in works)
+        for kind, work in kinds.items():
+            of_block = self._passes(work, layout, compiled)
+            of_block.update(self._parameters(work, layout))
+            total.add(of_block, times=blocks_of_kind[kind])
+        total.update(self._activations(works))
         total[BLOCKS] = len(works)
         return total
 
-    def _offloaded(self, works: Sequence[Work]) -> float:
-        """Bytes of activations that blocks can offload."""
-        offloaded = 0.0
-        for block, work in zip(blocks_of(spec_of(self.config).meta), works, strict=True):
+    def _activations(self, works: Sequence[Work]) -> Sketch:
+        """Bytes of activations of all blocks."""
+        numbers = Sketch()
+        saved_before = 0.0
+        blocks = blocks_of(spec_of(self.config).meta)
+        for block, work in zip(blocks, works, strict=True):
             saved = work.memory.saved
+            alive = _most_alive(work.memory)
+            # When a block runs, what those before it have saved is there, too.
+            numbers[PEAK] = max(numbers[PEAK], saved_before + alive)
+
+            # With offloading all of that is away, but for copies under way to the host and back.
+            away = max(saved - 2 * LIMIT, 0.0)
+            numbers[OFFLOADING_PEAK] = max(numbers[OFFLOADING_PEAK], alive - away)
             if saved > SEVERAL * LEAST and not is_single_layer(block):
-                offloaded += saved
-        return offloaded
+                numbers[OFFLOADED] += saved
+            saved_before += saved
+        numbers[SAVED] = saved_before
+        return numbers
 
     def _passes(self, work: Work, layout: Layout, compiled: bool) -> Sketch:
         """Seconds and messages of a block's passes."""
-        hardware, precision = self.hardware, self.config.train.precision
+        hardware = self.hardware
+        precision = self.config.train.precision
         numbers = Sketch()
-        for during, one in zip(PASSES, work.passes, strict=True):
-            computing = cost(replace(one, sends=()), layout, hardware, precision, compiled)
-            numbers[during,] += sum(computing[resource] for resource in NAMES)
+        for name, one in zip(PASSES, work.passes, strict=True):
+            # Its computing alone: what messages take depends on the candidate's layout.
+            without_sends = replace(one, sends=())
+            computing = cost(without_sends, layout, hardware, precision, compiled)
+            numbers[(name,)] += computing.total()
+
             for send in one.sends:
-                products = replace(one, sends=(), products=send.beside)
-                beside = cost(products, layout, hardware, precision)
-                numbers[during, send.axis, send.kind, "bytes"] += send.nbytes
-                numbers[during, send.axis, send.kind, "times"] += send.times
-                numbers[during, send.axis, send.kind, "beside"] += beside["products"]
+                beside = product_seconds(send.beside, hardware, precision)
+                message = (name, send.axis, send.kind)
+                numbers[*message, "bytes"] += send.nbytes
+                numbers[*message, "times"] += send.times
+                numbers[*message, "beside"] += beside
         return numbers
 
     def _parameters(self, work: Work, layout: Layout) -> Sketch:
         """Of a block: by the axis that shards them, as if they were not sharded."""
-        precision, optimizer = self.config.train.precision, self.config.optimizer
+        precision = self.config.train.precision
         size = master_size(precision)
         numbers = Sketch()
         for parameter in work.parameters:
-            held = held_bytes(parameter.over(1), layout, precision, optimizer)
-            numbers[parameter.axis, "kept"] += held.weights + held.gradients
-            numbers[parameter.axis, "states"] += held.states
-            numbers[parameter.axis, "elements"] += held.weights / size
-            numbers[parameter.axis, "trained"] += held.gradients / size
+            axis = parameter.axis
+            unsharded = parameter.over(1)
+            held = held_bytes(unsharded, layout, precision, self.config.optimizer)
+            numbers[axis, "kept"] += held.weights + held.gradients
+            numbers[axis, "states"] += held.states
+            numbers[axis, "elements"] += held.weights / size
+            numbers[axis, "trained"] += held.gradients / size
         return numbers
+
+
+def _way_to(ranks: int, first: int, second: int) -> float:
+    """Where the value of what is affine in 1 / ranks lies between that for `first` ranks (0) and
+    that for `second` (1), or beyond them."""
+    return (1 / first - 1 / ranks) / (1 / first - 1 / second)
+
+
+def _most_alive(memory: BlockMemory) -> float:
+    """Most bytes of activations at once in a block's forward and backward."""
+    backward = max(live.activations for live in memory.backward)
+    return max(memory.forward, backward)

@@ -151,7 +151,7 @@ def cost(
     compute = hardware.compute
     spent = Cost()
     if work.products:
-        spent["products"] = _product_seconds(work.products, hardware, precision)
+        spent["products"] = product_seconds(work.products, hardware, precision)
     spent["attention"] = work.attention_flops / (hardware.flops(precision) * compute.attention)
     moved, operators = work.moved, work.operators
     if compiled and work.fused_moved is not None and work.fused_operators is not None:
@@ -167,7 +167,7 @@ def cost(
     return spent
 
 
-def _product_seconds(products: Sequence[Product], hardware: Hardware, precision: str) -> float:
+def product_seconds(products: Sequence[Product], hardware: Hardware, precision: str) -> float:
     """A product whose smallest side is `edge` reaches half of the rate of large ones."""
     took = 0.0
     for product in products:
@@ -224,7 +224,7 @@ def _hide_messages(
     for send in work.sends:
         group = Group.of(layout, send.axis)
         sending = seconds(send.kind, send.nbytes, group, hardware, send.times)
-        overlapped = min(sending, _product_seconds(send.beside, hardware, precision))
+        overlapped = min(sending, product_seconds(send.beside, hardware, precision))
         # Both share the device, and slow each other down.
         spent[send.axis] -= (1 - hardware.compute.contention) * overlapped
 

@@ -7,7 +7,7 @@ computed twice.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,12 +32,16 @@ class MatrixExchange:
     def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh) -> None:
         """All ranks of a stage have the same parameters, in the same order."""
         ranks = mesh.layout.group(mesh.rank, STAGE)
+        me = mesh.index(STAGE)
         self._ranks = len(ranks)
         self._axis: AxisGroup | None = None
         if self._ranks > 1:
             self._axis = axis_group(mesh, STAGE)
-        described = [(p.spec, p.stored_as) for p in parameters]
-        self._plan = plan_exchange(described, mesh.layout, ranks, me=mesh.index(STAGE))
+
+        described = []
+        for parameter in parameters:
+            described.append((parameter.spec, parameter.stored_as))
+        self._plan = plan_exchange(described, mesh.layout, ranks, me)
         self.shapes = self._plan.shapes
 
     def apply(
@@ -53,15 +57,14 @@ class MatrixExchange:
         """The whole matrices that this rank computes, by number."""
         transfer = self._plan.to_owners
         like = tensors[0]
-        outgoing = [self._view(tensors, piece) for _, piece in transfer.outgoing]
-        arrived = self._send(transfer, outgoing, like)
+        outgoing = [self._in_tensor(tensors, piece) for _, piece in transfer.outgoing]
 
         # A matrix is put together from the pieces of several ranks.
         matrices: dict[int, Tensor] = {}
-        for (_, piece), values in zip(transfer.arriving, arrived, strict=True):
-            number = piece.matrix.number
-            if number not in matrices:
-                matrices[number] = like.new_empty(piece.matrix.shape)
+        for piece, values in self._exchange(transfer, outgoing, like):
+            matrix = piece.matrix
+            if matrix.number not in matrices:
+                matrices[matrix.number] = like.new_empty(matrix.shape)
             place = _in_matrix(matrices, piece)
             place.copy_(values.view(place.shape))
         return matrices
@@ -71,43 +74,51 @@ class MatrixExchange:
         # One product of a batch costs less than one of each matrix, but a batch needs one shape.
         by_shape = group_values((matrices[number].shape, number) for number in sorted(matrices))
         for shape, numbers in by_shape.items():
-            at_once = max(1, BATCH // math.prod(shape))
-            for first in range(0, len(numbers), at_once):
-                batch = numbers[first : first + at_once]
+            most = max(1, BATCH // math.prod(shape))
+            for first in range(0, len(numbers), most):
+                batch = numbers[first : first + most]
                 stacked = torch.stack([matrices[number] for number in batch])
                 results = function(stacked)
-                matrices.update(zip(batch, results.unbind(), strict=True))
+                for number, result in zip(batch, results.unbind(), strict=True):
+                    matrices[number] = result
 
     def _return(self, matrices: dict[int, Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of the results, in the shapes of the tensors."""
         transfer = self._plan.to_holders
         like = tensors[0]
         outgoing = [_in_matrix(matrices, piece) for _, piece in transfer.outgoing]
-        returned = self._send(transfer, outgoing, like)
 
         results = [torch.empty_like(tensor) for tensor in tensors]
-        for (_, piece), values in zip(transfer.arriving, returned, strict=True):
-            place = self._view(results, piece)
+        for piece, values in self._exchange(transfer, outgoing, like):
+            place = self._in_tensor(results, piece)
             place.copy_(values.view(place.shape))
         return results
 
-    def _view(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    def _in_tensor(self, tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         """A view of the piece in this rank's part of its parameter."""
         i = piece.matrix.parameter
-        return tensors[i][within(piece.part, self._plan.own[i])]
+        place = within(piece.part, self._plan.own[i])
+        return tensors[i][place]
 
-    def _send(
+    def _exchange(
         self, transfer: Transfer, outgoing: Sequence[Tensor], like: Tensor
-    ) -> Sequence[Tensor]:
-        """Sends the values of the outgoing pieces; returns the flat values of the arriving ones."""
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Sends the values of the outgoing pieces; returns each arriving piece with its values, in
+        one dim."""
         # A rank may have nothing to send, and `cat` takes no empty list.
-        nothing = like.new_empty(0)
-        message = torch.cat([nothing, *(values.reshape(-1) for values in outgoing)])
+        parts = [like.new_empty(0)]
+        for values in outgoing:
+            parts.append(values.reshape(-1))
+        message = torch.cat(parts)
         if self._axis is not None:
             send = self._elements_by_rank(transfer.outgoing)
             receive = self._elements_by_rank(transfer.arriving)
-            message = self._axis.start_all_to_all_single(message, send, receive).wait()
-        return message.split([piece.numel for _, piece in transfer.arriving])
+            coming = self._axis.start_all_to_all_single(message, send, receive)
+            message = coming.wait()
+
+        pieces = [piece for _, piece in transfer.arriving]
+        values_of_pieces = message.split([piece.numel for piece in pieces])
+        return zip(pieces, values_of_pieces, strict=True)
 
     def _elements_by_rank(self, pieces: Sequence[tuple[int, Piece]]) -> list[int]:
         elements = [0] * self._ranks

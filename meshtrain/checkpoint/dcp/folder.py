@@ -7,7 +7,7 @@ from collections import OrderedDict
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ from meshtrain.parallel.sharding import (
 MOST_OPEN = 64  # files
 
 
+class _OpenFile(NamedTuple):
+    descriptor: int
+    size: int  # bytes
+
+
 class DcpFolder(AbstractContextManager["DcpFolder"]):
     """An opened folder. `tensors`: by name; `values`: where what is no tensor lies, by name."""
 
@@ -41,12 +46,12 @@ class DcpFolder(AbstractContextManager["DcpFolder"]):
         contents = read_metadata(self.path)
         self.tensors = contents.tensors
         self.values = contents.values
-        self._open: OrderedDict[str, tuple[int, int]] = OrderedDict()  # descriptor and size
+        self._open: OrderedDict[str, _OpenFile] = OrderedDict()  # used last: at the end
         self._elements: dict[Bytes, Elements] = {}  # of the chunks that were read
 
     def __exit__(self, *_: object) -> None:
-        for descriptor, _size in self._open.values():
-            os.close(descriptor)
+        for file in self._open.values():
+            os.close(file.descriptor)
         self._open.clear()
 
     def read(self, name: str, part: Part) -> Tensor:
@@ -54,12 +59,14 @@ class DcpFolder(AbstractContextManager["DcpFolder"]):
         DamagedError: its file is not what torch has written; UnreadableError."""
         tensor = self.tensors[name]
         result = torch.empty(shape_of(part), dtype=DTYPES[tensor.dtype])
-        filled = 0
+        filled = 0  # elements
         for chunk in tensor.chunks:
             common = overlap(chunk.part, part)
-            if not is_empty(common):
-                self._read_chunk(tensor, chunk, common, result, part)
-                filled += math.prod(shape_of(common))
+            if is_empty(common):
+                continue
+            into = result[within(common, part)]
+            self._read_chunk(tensor, chunk, common, into)
+            filled += into.numel()
         if filled != result.numel():
             raise DamagedError(self.path / METADATA, "its chunks do not make up the tensor", name)
         return result
@@ -68,33 +75,38 @@ class DcpFolder(AbstractContextManager["DcpFolder"]):
         """A number, text or container; of a tensor of one element, its number. Raises as `read`,
         and DamagedError: it is nothing plain."""
         if name not in self.tensors:
-            return self._entry(self.values[name], name).value()
+            entry = self._entry(self.values[name], name)
+            return entry.value()
         tensor = self.tensors[name]
-        if tensor.dtype not in SIZES or math.prod(tensor.shape) != 1:
+        has_one_element = math.prod(tensor.shape) == 1
+        if tensor.dtype not in SIZES or not has_one_element:
             raise DamagedError(self.path / METADATA, "is no single number", name)
-        whole = tuple(slice(0, size) for size in tensor.shape or (1,))
+        dims = max(1, len(tensor.shape))  # a scalar has one, too
+        whole = (slice(0, 1),) * dims
         return self.read(name, whole).item()
 
-    def _read_chunk(
-        self, tensor: DcpTensor, chunk: Chunk, part: Part, target: Tensor, target_part: Part
-    ) -> None:
-        """Reads `part`, which lies within a chunk, into `target`, which holds `target_part`."""
-        shape = shape_of(chunk.part) if tensor.shape else ()
+    def _read_chunk(self, tensor: DcpTensor, chunk: Chunk, part: Part, into: Tensor) -> None:
+        """Reads `part`, which lies within a chunk, into a tensor of its shape."""
+        shape = shape_of(chunk.part)
+        if not tensor.shape:
+            shape = ()  # a scalar: it has one dim in a part, and none where it is stored
         elements = self._elements_of(tensor, chunk, shape)
         file = chunk.where.file
-        begin = chunk.where.offset + elements.begin  # of the storage, in the file
+        storage_begin = chunk.where.offset + elements.begin  # in the file
+
         if elements.strides == contiguous_strides(shape):
             # Rows lie one behind the other: those of the part are read alone.
-            first = begin + elements.first * SIZES[tensor.dtype]
-            source = _Region(self, file, first)
-            read_piece(source, tensor.name, chunk.part, part, target, target_part)
+            first_row = storage_begin + elements.first * SIZES[tensor.dtype]
+            source = _FileFrom(self, file, first_row)
+            read_piece(source, tensor.name, chunk.part, part, into, part)
             return
+
         # A view of a storage, such as a transposed matrix: all of the storage is read.
-        storage = torch.empty(elements.stored, dtype=DTYPES[tensor.dtype])
+        storage = torch.empty(elements.stored, dtype=into.dtype)
         buffer = storage.view(torch.uint8).numpy().data
-        self.read_bytes(file, begin, buffer, tensor.name)
-        view = storage.as_strided(shape, elements.strides, elements.first)
-        target[within(part, target_part)] = view[within(part, chunk.part)]
+        self.read_bytes(file, storage_begin, buffer, tensor.name)
+        whole_chunk = storage.as_strided(shape, elements.strides, elements.first)
+        into.copy_(whole_chunk[within(part, chunk.part)])
 
     def _elements_of(self, tensor: DcpTensor, chunk: Chunk, shape: tuple[int, ...]) -> Elements:
         """Where the elements of a chunk are, which its entry is asked for once."""
@@ -105,51 +117,51 @@ class DcpFolder(AbstractContextManager["DcpFolder"]):
         return self._elements[where]
 
     def _entry(self, where: Bytes, name: str) -> Entry:
-        _, size = self._file(where.file)
+        path = self.path / where.file
+        size = self._file(where.file).size
         end = where.offset + where.length
         if end > size:
             problem = f"has {size:,} bytes, and by {METADATA} there are {end:,}"
-            raise DamagedError(self.path / where.file, problem, name)
-        read = partial(_read_entry, self, where, name)
-        return Entry(read, where.length, self.path / where.file, name)
+            raise DamagedError(path, problem, name)
+        source = _FileFrom(self, where.file, where.offset)
+        return Entry(partial(source.read_bytes, name), where.length, path, name)
 
     def read_bytes(self, file: str, begin: int, into: memoryview, name: str) -> None:
         """Fills `into` with the bytes of a file from `begin` on, which are of tensor `name`. Raises
         DamagedError: it has not as many; UnreadableError."""
-        descriptor, _ = self._file(file)
+        path = self.path / file
+        descriptor = self._file(file).descriptor
         done = 0
         while done < len(into):
             advance()
+            rest = into[done:]
             try:
-                n = os.preadv(descriptor, [into[done:]], begin + done)
+                count = os.preadv(descriptor, [rest], begin + done)
             except OSError as error:
-                raise UnreadableError(self.path / file, error.strerror, name) from error
-            if n == 0:
-                raise DamagedError(self.path / file, f"ends after {begin + done:,} bytes", name)
-            done += n
+                raise UnreadableError(path, error.strerror, name) from error
+            if count == 0:
+                raise DamagedError(path, f"ends after {begin + done:,} bytes", name)
+            done += count
 
-    def _file(self, file: str) -> tuple[int, int]:
-        """The descriptor and the size of a file. Those that were used last stay open."""
+    def _file(self, file: str) -> _OpenFile:
+        """A file, opened. Those that were used last stay open."""
         if file not in self._open:
             if len(self._open) >= MOST_OPEN:
-                _, (oldest, _) = self._open.popitem(last=False)
-                os.close(oldest)
-            self._open[file] = open_plain(self.path / file)
+                _, oldest = self._open.popitem(last=False)
+                os.close(oldest.descriptor)
+            descriptor, size = open_plain(self.path / file)
+            self._open[file] = _OpenFile(descriptor, size)
         self._open.move_to_end(file)
         return self._open[file]
 
 
-def _read_entry(folder: DcpFolder, where: Bytes, name: str, begin: int, into: memoryview) -> None:
-    folder.read_bytes(where.file, where.offset + begin, into, name)
-
-
-class _Region:
-    """The elements of a chunk that lie one behind the other from `first` on."""
+class _FileFrom:
+    """A file of a folder from byte `first` on."""
 
     def __init__(self, folder: DcpFolder, file: str, first: int) -> None:
         self._folder = folder
         self._file = file
-        self._first = first  # byte
+        self._first = first
 
     def read_bytes(self, name: str, begin: int, into: memoryview) -> None:
         self._folder.read_bytes(self._file, self._first + begin, into, name)

@@ -13,7 +13,8 @@ from meshtrain.job.environment import OWN_DESCRIPTORS, is_of_host
 from meshtrain.layout import LayoutError
 
 CLOCK_S = 0.5  # apart, beyond the error of the measurement
-DISK_GIB, DISK_ERROR_GIB = 20.0, 1.0
+DISK_GIB = 20.0
+DISK_ERROR_GIB = 1.0
 MEMORY_SHARE = 0.1
 SHARED_MEMORY_GIB = 1.0
 GPU_USED_GIB = 1.0
@@ -29,20 +30,15 @@ def hosts(cluster: ClusterFacts) -> Iterator[Finding]:
         yield from _gpus(name, host)
         yield from _memory(name, host)
         yield from _disks(name, host)
-    without = [name for name, host in cluster.labelled if not host.gpus_seen]
-    if 0 < len(without) < len(cluster.hosts):
-        yield finding("gpus-missing", without)
-    for rule in (
-        _layout,
-        _config,
-        _code,
-        _versions,
-        _variables,
-        _slow_settings,
-        _clocks,
-        _descriptors,
-    ):
-        yield from rule(cluster)
+    yield from _missing_gpus(cluster)
+    yield from _layout(cluster)
+    yield from _config(cluster)
+    yield from _code(cluster)
+    yield from _versions(cluster)
+    yield from _variables(cluster)
+    yield from _slow_settings(cluster)
+    yield from _clocks(cluster)
+    yield from _descriptors(cluster)
 
 
 # One host -----------------------------------------------------------------------------------------
@@ -62,9 +58,9 @@ def _gpus(name: str, host: Host) -> Iterator[Finding]:
 
     in_use = [gpu for gpu in host.gpus if gpu.used_gib > GPU_USED_GIB]
     if in_use:
-        numbers = names_text([str(gpu.index) for gpu in in_use])
+        indices = [str(gpu.index) for gpu in in_use]
         most = max(gpu.used_gib for gpu in in_use)
-        yield finding("gpu-in-use", name, gpus=numbers, used=most)
+        yield finding("gpu-in-use", name, gpus=names_text(indices), used=most)
     for gpu in host.gpus:
         if gpu.throttled:
             yield finding("gpu-throttled", name, gpu=gpu)
@@ -86,19 +82,28 @@ def _memory(name: str, host: Host) -> Iterator[Finding]:
 
 def _disks(name: str, host: Host) -> Iterator[Finding]:
     for path in host.paths:
-        if path.free_gib is not None and path.free_gib < DISK_GIB:
-            severity = "error" if path.free_gib < DISK_ERROR_GIB else "warning"
-            yield finding("little-disk", name, severity, path=path)
+        if path.free_gib is None or path.free_gib >= DISK_GIB:
+            continue
+        severity = "warning"
+        if path.free_gib < DISK_ERROR_GIB:
+            severity = "error"
+        yield finding("little-disk", name, severity, path=path)
 
 
 # All hosts ----------------------------------------------------------------------------------------
 
 
+def _missing_gpus(cluster: ClusterFacts) -> Iterator[Finding]:
+    without = [name for name, host in cluster.labelled if not host.gpus_seen]
+    if 0 < len(without) < len(cluster.hosts):
+        yield finding("gpus-missing", without)
+
+
 def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
     sizes = cluster.layout
     world = sum(host.processes for host in cluster.hosts)
-    missing = len(cluster.hosts) < cluster.hosts[0].place.fewest
-    if sizes is None or world == 0 or missing or cluster.attempt is not None:
+    some_are_missing = len(cluster.hosts) < cluster.hosts[0].place.fewest
+    if sizes is None or world == 0 or some_are_missing or cluster.attempt is not None:
         return
     try:
         layout = resolve(sizes, world)
@@ -107,11 +112,18 @@ def _layout(cluster: ClusterFacts) -> Iterator[Finding]:
         yield finding("layout-does-not-fit", world=world, counts=Groups.of(counts), problem=error)
         return
 
-    names = {rank: name for name, host in cluster.labelled for rank in host.ranks}
-    if sorted(names) == list(range(world)):
-        placed = layout.on_hosts([1] * world, [names[rank] for rank in range(world)])
-        for problem in host_warnings(placed):
-            yield finding("layout-crosses-hosts", problem=problem)
+    host_of: dict[int, str] = {}  # by rank
+    for name, host in cluster.labelled:
+        for rank in host.ranks:
+            host_of[rank] = name
+    all_ranks = list(range(world))
+    if sorted(host_of) != all_ranks:
+        return
+    # Placed one by one: ranks of a host need not be neighbours.
+    one_each = [1] * world
+    placed = layout.on_hosts(one_each, [host_of[rank] for rank in all_ranks])
+    for problem in host_warnings(placed):
+        yield finding("layout-crosses-hosts", problem=problem)
 
 
 def _config(cluster: ClusterFacts) -> Iterator[Finding]:
@@ -122,20 +134,24 @@ def _config(cluster: ClusterFacts) -> Iterator[Finding]:
             errors[name] = host.config_error
         else:
             configs[name] = "\n".join(host.config)
-    for problem, hosts in Groups.of(errors).by_value.items():
-        yield finding("config-wrong", hosts, problem=problem)
+    for problem, names in Groups.of(errors).by_value.items():
+        yield finding("config-wrong", names, problem=problem)
 
     groups = Groups.of(configs)
     if groups.differ:
-        (usual, same), *others = groups.by_value.items()
-        for text, hosts in others:
-            difference = _difference(usual, text)
-            yield finding("config-differs", hosts, same=names_text(same), difference=difference)
+        usual, *others = groups.by_value.items()
+        usual_text, same = usual
+        for text, names in others:
+            difference = _difference(usual_text, text)
+            yield finding("config-differs", names, same=names_text(same), difference=difference)
 
 
 def _difference(first: str, second: str) -> str:
-    lines = difflib.ndiff(first.splitlines(), second.splitlines())
-    changed = [f"{line[0]} {line[2:].strip()}" for line in lines if line[0] in "+-"]
+    changed = []
+    for line in difflib.ndiff(first.splitlines(), second.splitlines()):
+        sign = line[0]
+        if sign in "+-":
+            changed.append(f"{sign} {line[2:].strip()}")
     text = "; ".join(changed[:MOST_LINES])
     if len(changed) > MOST_LINES:
         text += f"; {len(changed) - MOST_LINES} more"
@@ -143,33 +159,38 @@ def _difference(first: str, second: str) -> str:
 
 
 def _code(cluster: ClusterFacts) -> Iterator[Finding]:
-    codes = {name: host.code for name, host in cluster.labelled}
-    groups = Groups.of({name: repr(sorted(code.items())) for name, code in codes.items()})
-    same, *others = groups.by_value.values()
+    codes = {}
+    texts = {}
+    for name, host in cluster.labelled:
+        codes[name] = host.code
+        texts[name] = repr(sorted(host.code.items()))
+    same, *others = Groups.of(texts).by_value.values()
     usual = codes[same[0]]
-    for hosts in others:
-        other = codes[hosts[0]]
+    for names in others:
+        other = codes[names[0]]
         # Files that only one of them has differ, too.
-        differing = {file for file, _ in usual.items() ^ other.items()}
-        files = names_text(sorted(differing))
-        yield finding("code-differs", hosts, same=names_text(same), files=files)
+        differing = usual.items() ^ other.items()
+        files = {file for file, _ in differing}
+        files_text = names_text(sorted(files))
+        yield finding("code-differs", names, same=names_text(same), files=files_text)
 
 
 def _versions(cluster: ClusterFacts) -> Iterator[Finding]:
     programs = {program for host in cluster.hosts for program in host.versions}
     for program in sorted(programs - set(MAY_DIFFER)):
-        groups = Groups.of(
-            {name: host.versions.get(program, "") for name, host in cluster.labelled}
+        versions = {name: host.versions.get(program, "") for name, host in cluster.labelled}
+        groups = Groups.of(versions)
+        if not groups.differ:
+            continue
+        severity = _severity_of_version(program)
+        found = finding(
+            "version-differs",
+            groups.minority,
+            severity,
+            program=program,
+            groups=groups,
         )
-        if groups.differ:
-            found = finding(
-                "version-differs",
-                groups.minority,
-                _severity_of_version(program),
-                program=program,
-                groups=groups,
-            )
-            yield replace(found, id=f"{program}-differs")
+        yield replace(found, id=f"{program}-differs")
 
 
 def _severity_of_version(program: str) -> str:
@@ -182,10 +203,13 @@ def _severity_of_version(program: str) -> str:
 
 def _variables(cluster: ClusterFacts) -> Iterator[Finding]:
     variables = {variable for host in cluster.hosts for variable in host.variables}
-    for variable in sorted(filter(_should_agree, variables)):
-        groups = Groups.of(
-            {name: host.variables.get(variable, "(not set)") for name, host in cluster.labelled}
-        )
+    for variable in sorted(variables):
+        if not _should_agree(variable):
+            continue
+        values = {}
+        for name, host in cluster.labelled:
+            values[name] = host.variables.get(variable, "(not set)")
+        groups = Groups.of(values)
         if groups.differ:
             yield finding("environment-differs", groups.minority, variable=variable, groups=groups)
 
@@ -202,7 +226,9 @@ def _slow_settings(cluster: ClusterFacts) -> Iterator[Finding]:
         for setting in slow_settings(host):
             hosts_of.setdefault(setting, []).append(name)
     for setting, names in hosts_of.items():
-        sentence = "slow-switch/file" if setting.of_file else "slow-switch"
+        sentence = "slow-switch"
+        if setting.of_file:
+            sentence = "slow-switch/file"
         yield finding(sentence, names, setting=setting)
 
 
@@ -212,18 +238,24 @@ def _clocks(cluster: ClusterFacts) -> Iterator[Finding]:
         if clock is None:
             continue
         ahead, error = clock
-        if abs(ahead) > CLOCK_S + error:
-            side = "ahead of" if ahead > 0 else "behind"
-            yield finding("clock-differs", name, seconds=abs(ahead), side=side, first=names[0])
+        seconds = abs(ahead)
+        if seconds <= CLOCK_S + error:
+            continue
+        side = "behind"
+        if ahead > 0:
+            side = "ahead of"
+        yield finding("clock-differs", name, seconds=seconds, side=side, first=names[0])
 
 
 def _descriptors(cluster: ClusterFacts) -> Iterator[Finding]:
     """The process that serves the job's store, on the first host, needs a file descriptor for each
     rank."""
     name, first = cluster.labelled[0]
+    if first.open_files is None:
+        return
+    soft, hard = first.open_files  # below 0: no limit
     world = sum(host.processes for host in cluster.hosts)
     needed = world + OWN_DESCRIPTORS
-    soft, hard = first.open_files or (-1, -1)
     # Under torchrun that process is its agent; one of meshtrain raises its own limit as far as it
     # may.
     by_agent = first.place.launcher.startswith("torchrun")

@@ -44,15 +44,21 @@ def _to_heads(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Te
     coming = []
     for x, count in zip(xs, heads, strict=True):
         of_ranks = _heads_of_ranks(heads, count, axis)
-        by_head = x.transpose(0, 1)  # (heads, b, s, e): the dim that is split comes first
-        parts = [by_head[own.start : own.stop] for own in of_ranks]
-        # Every neighbour sends its positions of the heads that are this rank's.
-        own_heads = len(of_ranks[axis.index])
-        coming.append(axis.start_all_to_all(parts, [own_heads] * axis.size))
-    return [_join_chunks(result, x, axis) for x, result in zip(xs, coming, strict=True)]
+        coming.append(_send_heads(x, of_ranks, axis))
+    return [_join_chunks(result) for result in coming]
 
 
-def _join_chunks(coming: AsyncResult, x: Tensor, axis: AxisGroup) -> Tensor:
+def _send_heads(x: Tensor, of_ranks: Sequence[range], axis: AxisGroup) -> AsyncResult:
+    """Sends each neighbour its heads of x (b, heads, s, e); this rank's come from all of them."""
+    by_head = x.transpose(0, 1)  # (heads, b, s, e): the dim that is split comes first
+    parts = []
+    for its_heads in of_ranks:
+        parts.append(by_head[its_heads.start : its_heads.stop])
+    own_heads = len(of_ranks[axis.index])
+    return axis.start_all_to_all(parts, [own_heads] * axis.size)
+
+
+def _join_chunks(coming: AsyncResult) -> Tensor:
     """What the neighbours have sent, in the order of positions.
 
     Of the 2u chunks, of m = s / 2 positions each, neighbour r has chunks r and 2u - 1 - r. So the
@@ -64,26 +70,18 @@ def _join_chunks(coming: AsyncResult, x: Tensor, axis: AxisGroup) -> Tensor:
     first_halves = halves[:, :, :, 0]
     second_halves = halves[:, :, :, 1]
     chunks = torch.cat([first_halves, second_halves.flip(0)])  # (2u, its heads, b, m, e)
-    b, _, s, e = x.shape
-    return chunks.permute(2, 1, 0, 3, 4).reshape(b, -1, axis.size * s, e)
+    by_position = chunks.permute(2, 1, 0, 3, 4)  # (b, its heads, 2u, m, e)
+    return by_position.flatten(2, 3)
 
 
 def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list[Tensor]:
     """The inverse of `_to_heads`: each x (b, this rank's heads, u s, e) -> (b, heads, s, e) at this
     rank's positions."""
     axis = axis_group_by_name(group)
-    u = axis.size
     coming = []
     for x, count in zip(xs, heads, strict=True):
-        chunks = x.unflatten(2, (2 * u, -1)).transpose(0, 1)  # (its heads, b, 2u, m, e)
-        # Which rank has which two chunks: see `_join_chunks`.
-        parts = []
-        for rank in range(u):
-            halves = [chunks[:, :, rank], chunks[:, :, 2 * u - 1 - rank]]
-            parts.append(torch.cat(halves, dim=2))
-        heads_of_ranks = [len(own) for own in _heads_of_ranks(heads, count, axis)]
-        coming.append(axis.start_all_to_all(parts, heads_of_ranks))
-
+        of_ranks = _heads_of_ranks(heads, count, axis)
+        coming.append(_send_chunks(x, of_ranks, axis))
     ys = []
     for x, count, result in zip(xs, heads, coming, strict=True):
         of_ranks = _heads_of_ranks(heads, count, axis)
@@ -91,19 +89,34 @@ def _to_sequence(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> list
     return ys
 
 
-def _join_heads(coming: AsyncResult, x: Tensor, count: int, of_ranks: list[range]) -> Tensor:
+def _send_chunks(x: Tensor, of_ranks: Sequence[range], axis: AxisGroup) -> AsyncResult:
+    """Sends each neighbour its two chunks of x (b, this rank's heads, u s, e); those of this rank
+    come from all of them, each with its heads. Which chunks a rank has: see `_join_chunks`."""
+    u = axis.size
+    chunks = x.unflatten(2, (2 * u, -1)).transpose(0, 1)  # (this rank's heads, b, 2u, m, e)
+    parts = []
+    for rank in range(u):
+        first_half = chunks[:, :, rank]
+        second_half = chunks[:, :, 2 * u - 1 - rank]
+        parts.append(torch.cat([first_half, second_half], dim=2))
+    numbers_of_heads = [len(its_heads) for its_heads in of_ranks]
+    return axis.start_all_to_all(parts, numbers_of_heads)
+
+
+def _join_heads(coming: AsyncResult, x: Tensor, count: int, of_ranks: Sequence[range]) -> Tensor:
     """What the neighbours have sent of all `count` heads; `of_ranks`: those of each."""
     received = coming.wait()  # from each rank (its heads, b, s, e)
-    each_on_one_rank = sum(len(own) for own in of_ranks) == count
-    if each_on_one_rank:
+    sent = sum(len(its_heads) for its_heads in of_ranks)
+    if sent == count:  # each head is on one rank
         y = torch.cat(received)
     else:
         # Several ranks have the same key/value head, so these are gradients of it: their sum, in
         # rank order, which makes it reproducible.
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.new_zeros(count, *received[0].shape[1:], dtype=wide)
-        for own, part in zip(of_ranks, received, strict=True):
-            y[own.start : own.stop] += part
+        _, b, s, e = received[0].shape
+        y = x.new_zeros(count, b, s, e, dtype=wide)
+        for its_heads, part in zip(of_ranks, received, strict=True):
+            y[its_heads.start : its_heads.stop] += part
     # (heads, b, s, e) -> (b, heads, s, e), with heads adjacent in memory as a projection needs them
     by_token = y.permute(1, 2, 0, 3).contiguous()  # (b, s, heads, e)
     return by_token.to(x.dtype).transpose(1, 2)
@@ -114,8 +127,9 @@ def _to_heads_shapes(xs: Sequence[Tensor], heads: Sequence[int], group: str) -> 
     shapes = []
     for x, count in zip(xs, heads, strict=True):
         b, _, s, e = x.shape
-        own = _heads_of_ranks(heads, count, axis)[axis.index]
-        shapes.append(x.new_empty(b, len(own), axis.size * s, e))
+        of_ranks = _heads_of_ranks(heads, count, axis)
+        own_heads = len(of_ranks[axis.index])
+        shapes.append(x.new_empty(b, own_heads, axis.size * s, e))
     return shapes
 
 
@@ -124,7 +138,8 @@ def _to_sequence_shapes(xs: Sequence[Tensor], heads: Sequence[int], group: str) 
     shapes = []
     for x, count in zip(xs, heads, strict=True):
         b, _, length, e = x.shape
-        shapes.append(x.new_empty(b, length // u, count, e).transpose(1, 2))
+        by_token = x.new_empty(b, length // u, count, e)
+        shapes.append(by_token.transpose(1, 2))
     return shapes
 
 
