@@ -7,7 +7,7 @@
 #   make families a tiny model of every causal language model of transformers on several layouts; goes on where it stopped
 #   make witness  one run undisturbed and one through twelve disturbances, compared: 75 minutes; goes on where it stopped
 #   make test-cluster  the tests that make several hosts or a SLURM cluster out of this machine: as root, ~15 minutes
-#   make test-integrations  the tests that talk to W&B, Prometheus, an S3 server and others, whose packages it installs
+#   make test-integrations  the tests that talk to W&B, Prometheus, object storage and others, whose packages it installs
 #   make check    style, types and import contracts
 #   make docs     the documentation as a site, in build/site; a broken link or anchor ends it
 #   make test-versions  a part of the suite with each Python from 3.11 to 3.13 and torch 2.11 to 2.14 that can be had

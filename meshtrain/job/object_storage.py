@@ -5,6 +5,7 @@ Synchronous clients (of local folders) have no time limit.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -29,6 +30,9 @@ class ObjectStorage:
         valid URL, or the package that it needs is not installed."""
         from fsspec.core import url_to_fs
 
+        # gcsfs would ask by gRPC what kind of bucket it is. gRPC does not survive a fork: workers
+        # that read data, forked from a process that has used it, hang or crash.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         options = {}
         if url.startswith("file:") or "://" not in url:
             options["auto_mkdir"] = True

@@ -1,4 +1,5 @@
-"""Uploads to a real S3 server (moto's) by s3fs. `make test-integrations`."""
+"""Uploads to a real S3 server (moto's) by s3fs, and to a real GCS server (gcp-storage-emulator's) by
+gcsfs. `make test-integrations`."""
 
 import re
 import shutil
@@ -18,54 +19,45 @@ from meshtrain.checkpoint.verify import verify
 from meshtrain.job import object_storage
 from tests.checkpoint.conftest import Train
 from tests.checkpoint.faults import SHARD, Run
+from tests.object_servers import SERVERS, Server, s3_server
 
 pytestmark = pytest.mark.integrations
 URL = "s3://bucket/prefix"
 
 
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    with SERVERS[request.param](monkeypatch) as server:
+        yield server
+
+
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server that has it."""
-    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # of another server
-    for name, value in (
-        ("ACCESS_KEY_ID", "a"),
-        ("SECRET_ACCESS_KEY", "b"),
-        ("DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    address = "http://{}:{}".format(*running.get_host_and_port())
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    yield address
-    running.stop()
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """For tests that set how s3fs tries again."""
+    with s3_server(monkeypatch) as server:
+        yield server
 
 
-@pytest.mark.usefixtures("bucket")
-def test_a_run_goes_on_from_s3(train: Train, fresh: Run) -> None:
+def test_a_run_goes_on_from_storage(server: Server, train: Train, fresh: Run) -> None:
     """Its folder is lost, and of the newest checkpoint in the bucket a file was exchanged."""
-    import boto3
-
-    train("run", url=URL, interrupt="end", at=7, status=1)
-    uploads = Uploads(URL, Retention())
+    url = f"{server.scheme}://bucket/prefix"
+    train("run", url=url, interrupt="end", at=7, status=1)
+    uploads = Uploads(url, Retention())
     assert uploads.steps() == [2, 4, 6]
-    client = boto3.client("s3")
-    client.put_object(Bucket="bucket", Key=f"prefix/{name_of(6)}/{SHARD}", Body=b"something else")
+    server.put(f"prefix/{name_of(6)}/{SHARD}", b"something else")
     shutil.rmtree(fresh.checkpoints)
-    printed = train("run", url=URL)
-    assert f"{URL}/step_0000006 is passed over" in printed
-    assert f"step_0000004 was brought from {URL}" in printed
+    printed = train("run", url=url)
+    assert f"{url}/step_0000006 is passed over" in printed
+    assert f"step_0000004 was brought from {url}" in printed
     assert fresh.rows() == fresh.undisturbed()
     assert uploads.steps() == [4, 6, 8]
     assert verify(uploads.fetch(8, fresh.place / "back")) == []
 
 
-@pytest.mark.usefixtures("bucket")
-def test_a_bucket_that_is_not_there_costs_lines(train: Train, fresh: Run) -> None:
-    printed = train("run", url="s3://another/prefix")
-    assert "warning: the upload to s3://another/prefix failed: FileNotFoundError" in printed
+def test_a_bucket_that_is_not_there_costs_lines(server: Server, train: Train, fresh: Run) -> None:
+    url = f"{server.scheme}://another/prefix"
+    printed = train("run", url=url)
+    assert f"warning: the upload to {url} failed: FileNotFoundError" in printed
     assert not verify(fresh.checkpoints / name_of(8))
 
 
@@ -129,12 +121,12 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def refusing(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
+def refusing(s3: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Refusing]]:
     """Between the run and the server; the client is impatient."""
     fsspec = pytest.importorskip("fsspec.config")
     how = {"read_timeout": 1, "connect_timeout": 1, "retries": {"total_max_attempts": 1}}
     monkeypatch.setitem(fsspec.conf, "s3", {"config_kwargs": how})
-    monkeypatch.setattr(Refusing, "behind", bucket.removeprefix("http://"))
+    monkeypatch.setattr(Refusing, "behind", s3.address.removeprefix("http://"))
     monkeypatch.setattr(Refusing, "how", None)
     monkeypatch.setattr(Refusing, "refused", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
@@ -180,7 +172,7 @@ def test_a_server_that_refuses_or_does_not_answer(
     assert verify(uploads.fetch(10, fresh.place / "back")) == []
 
 
-@pytest.mark.usefixtures("bucket")
+@pytest.mark.usefixtures("s3")
 def test_a_server_that_is_gone(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checkpoint of its own a run would begin anew, which nobody wants."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

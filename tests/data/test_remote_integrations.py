@@ -1,38 +1,29 @@
-"""Token files in a real S3 server (moto's), read by s3fs in forked workers. `make
-test-integrations`."""
+"""Token files in a real S3 server (moto's), read by s3fs, and in a real GCS server
+(gcp-storage-emulator's), read by gcsfs, in forked workers. `make test-integrations`."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from meshtrain.errors import InputError
 from tests.data import test_remote
 from tests.data.conftest import Opener
-from tests.data.test_remote import batches
+from tests.data.test_remote import batches, goes_on_as_from_a_disk
+from tests.object_servers import SERVERS
 
 pytestmark = pytest.mark.integrations
 folder = test_remote.folder
 
 
-@pytest.fixture
-def url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()  # of another server
-    for name, value in (
-        ("ACCESS_KEY_ID", "a"),
-        ("SECRET_ACCESS_KEY", "b"),
-        ("DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(f"AWS_{name}", value)
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    running.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*running.get_host_and_port()))
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="bucket")
-    for file in folder.iterdir():
-        client.upload_file(str(file), "bucket", f"tokens/{file.name}")
-    yield "s3://bucket/tokens"
-    running.stop()
+@pytest.fixture(params=SERVERS)
+def url(
+    request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    with SERVERS[request.param](monkeypatch) as server:
+        for file in folder.iterdir():
+            server.put(f"tokens/{file.name}", file.read_bytes())
+        yield f"{server.scheme}://bucket/tokens"
 
 
 @pytest.mark.timeout(300)
@@ -43,3 +34,16 @@ def test_samples_are_those_of_the_folder(
     expected = batches(opened, folder)
     assert batches(opened, url, workers=2, cache_gib=cache_gib) == expected
     assert batches(opened, url, cache_gib=cache_gib) == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_as_from_a_disk(url: str, folder: Path, tmp_path: Path) -> None:
+    goes_on_as_from_a_disk(url, folder, tmp_path)
+
+
+def test_what_is_not_there_is_said(url: str, opened: Opener) -> None:
+    with pytest.raises(InputError, match=rf"^there is no {url}s/header.json: data.path is the URL"):
+        opened(source="tokens", path=f"{url}s", seq_len=32)
+    elsewhere = url.replace("bucket", "another")
+    with pytest.raises(InputError, match=rf"^there is no {elsewhere}/header.json: data.path"):
+        opened(source="tokens", path=elsewhere, seq_len=32)
