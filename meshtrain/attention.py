@@ -106,20 +106,27 @@ class AttentionContext:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """`attention` of these tokens."""
-        window = options.window
         if self.cache is not None and self.documents is None:
-            k, v = self.cache.extend(self.layer, k, v)
-            mask = self.cache.mask(q.shape[2], k.shape[2], window)
-            return _attend(q, k, v, mask, options, self.cache)
+            return self._attend_cached(self.cache, q, k, v, options)
         if self.part is not None or self.cache is not None:
             raise ValueError(
                 "a cache takes no documents, and parts of a sequence are those of a ShardedContext"
             )
+        # Packed documents have a kernel of their own on some devices, and elsewhere a mask.
         if self.kernel is None or self.lengths is None or not self._fits_varlen(q, k, v, options):
-            return _attend(q, k, v, self._mask(window, k), options)
+            mask = self._mask(options.window, k)
+            return _attend(q, k, v, mask, options)
         if options.sinks is not None:
             return _with_sinks(q, k, v, options, ends=self.lengths)
-        return _varlen(self.kernel, (q, k, v), self.lengths, options.scale, window)
+        return _varlen(self.kernel, (q, k, v), self.lengths, options.scale, options.window)
+
+    def _attend_cached(
+        self, cache: "KVCache", q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """In generation: q, k and v are those of new tokens, which see earlier ones, too."""
+        keys, values = cache.extend(self.layer, k, v)
+        mask = cache.mask(q.shape[2], keys.shape[2], options.window)
+        return _attend(q, keys, values, mask, options, cache)
 
     def _fits_varlen(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
         """Whether a kernel for packed documents computes this."""

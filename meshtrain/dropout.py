@@ -179,7 +179,10 @@ def set_dropout(model: nn.Module, *, seed: int, step: int, samples: range) -> No
     assert isinstance(masks, _DropoutKeys)
     if masks.needed():
         first = next(model.parameters(), None)
-        masks.set(seed, step, samples, torch.device("cpu") if first is None else first.device)
+        device = torch.device("cpu")
+        if first is not None:
+            device = first.device
+        masks.set(seed, step, samples, device)
 
 
 class _DropoutKeys:
@@ -188,8 +191,8 @@ class _DropoutKeys:
 
     def __init__(self, dropouts: dict[str, Dropout]) -> None:
         self._dropouts = list(dropouts.values())
-        self._hashes = [[hash64(f"meshtrain dropout {name}")] for name in dropouts]
-        self._names = torch.empty(0)  # (n, 1) on the device
+        self._hashes = [hash64(f"meshtrain dropout {name}") for name in dropouts]
+        self._of_names: Tensor | None = None  # (n,), these hashes on the device
 
     def needed(self) -> bool:
         """Whether any of them drops something."""
@@ -197,12 +200,16 @@ class _DropoutKeys:
 
     def set(self, seed: int, step: int, samples: range, device: torch.device) -> None:
         """key = hash(name) xor hash(seed, step, sample), of each dropout and sample."""
-        if self._names.numel() == 0 or self._names.device != device:
-            self._names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
+        if self._of_names is None or self._of_names.device != device:
+            self._of_names = torch.tensor(self._hashes, dtype=torch.int64, device=device)
+
         hashes = [hash64(f"meshtrain dropout {seed} {step} {sample}") for sample in samples]
         # From pinned memory the copy does not block.
-        of_samples = torch.tensor(hashes, dtype=torch.int64, pin_memory=device.type == "cuda")
-        table = self._names ^ of_samples.to(device, non_blocking=True)  # (n, b)
+        is_cuda = device.type == "cuda"
+        on_host = torch.tensor(hashes, dtype=torch.int64, pin_memory=is_cuda)
+        of_samples = on_host.to(device, non_blocking=True)  # (b,)
+
+        table = self._of_names[:, None] ^ of_samples  # (n, b)
         for dropout, keys in zip(self._dropouts, table, strict=True):
             dropout.keys = keys
 

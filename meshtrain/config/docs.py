@@ -316,13 +316,18 @@ def _comments_on_fields(source: str) -> dict[str, str]:
 
 
 def _strings_below_fields(source: str) -> dict[str, str]:
+    """Field -> the string that stands alone below it, as a docstring does below a class."""
     docs: dict[str, str] = {}
-    (cls,) = ast.parse(source).body
+    [cls] = ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
-    for statement, below in pairwise(cls.body):
-        match statement, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                docs[name] = " ".join(text.split())
+    for field, below in pairwise(cls.body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if not isinstance(below, ast.Expr) or not isinstance(below.value, ast.Constant):
+            continue
+        text = below.value.value
+        if isinstance(text, str):
+            docs[field.target.id] = " ".join(text.split())
     return docs
 
 

@@ -143,11 +143,16 @@ def _end_of_sequences(index: Path, lengths: MappedArray, offsets: MappedArray, s
     """Where the last sequence of the .bin ends, in bytes; a token has `size` of them."""
     end = 0
     for first in range(0, lengths.count, PIECE):
-        tokens = lengths.array[first : first + PIECE].astype(np.int64)
-        places = offsets.array[first : first + PIECE].astype(np.int64)
-        if (tokens < 0).any() or (places < 0).any() or (places % size).any():
+        piece = slice(first, first + PIECE)
+        # In int64, because the bytes of a long sequence are more than an int32 can count.
+        tokens = lengths.array[piece].astype(np.int64)
+        begins = offsets.array[piece].astype(np.int64)
+        has_negative = (tokens < 0).any() or (begins < 0).any()
+        cuts_tokens = (begins % size).any()
+        if has_negative or cuts_tokens:
             raise InputError(f"{index} is damaged: it holds negative lengths or places; {_REMEDY}")
-        end = max(end, int((places + tokens * size).max()))
+        ends = begins + tokens * size
+        end = max(end, int(ends.max()))
     return end
 
 

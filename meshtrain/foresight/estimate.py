@@ -194,17 +194,20 @@ class Estimates:
     # Seconds --------------------------------------------------------------------------------------
 
     def _passes_of(self, sketch: Sketch, groups: Mapping[str, Group], deferred: bool) -> Passes:
-        """Of all blocks, with their messages."""
+        """Of all blocks, with their messages. `deferred`: see `block_costs`."""
+        hardware = self.hardware
         took = {"forward": sketch[FORWARD], "backward": sketch[BACKWARD]}
-        for during, axis, kind in sketch.messages():
-            nbytes = sketch[during, axis, kind, "bytes"]
-            times = round(sketch[during, axis, kind, "times"])
-            sending = seconds(kind, nbytes, groups[axis], self.hardware, times)
+        for message in sketch.messages():
+            name, axis, kind = message
+            nbytes = sketch[*message, "bytes"]
+            times = round(sketch[*message, "times"])
+            added = seconds(kind, nbytes, groups[axis], hardware, times)
             if not deferred:
-                overlapped = min(sending, sketch[during, axis, kind, "beside"])
-                sending -= (1 - self.hardware.compute.contention) * overlapped
-            took[during] += sending
-        return Passes(**took)
+                # Products run beside it; both share the device, and slow each other down.
+                overlapped = min(added, sketch[*message, "beside"])
+                added -= (1 - hardware.compute.contention) * overlapped
+            took[name] += added
+        return Passes(took["forward"], took["backward"])
 
     def _own_passes(
         self, whole: Passes, candidate: Candidate, sketch: Sketch, shape: Shape

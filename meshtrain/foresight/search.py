@@ -325,10 +325,14 @@ class Search:
     # Results --------------------------------------------------------------------------------------
 
     def _results(self, load: Callable[[list[str]], Config]) -> list[Candidate]:
-        best: dict[tuple[int, ...], Candidate] = {}
-        pairs = sorted(self.fitting.values(), key=lambda pair: self._place_of(pair[0]))
-        for candidate, first in pairs:
-            if candidate.layout.shape in best or len(best) == self.show:
+        """The best candidate of each layout that training accepts, best first."""
+        results: dict[tuple[int, ...], Candidate] = {}
+        ordered = sorted(self.fitting.values(), key=lambda pair: self._place_of(pair[0]))
+        for candidate, first in ordered:
+            if len(results) == self.show:
+                break
+            shape = candidate.layout.shape
+            if shape in results:
                 continue
             try:
                 load(candidate.overrides(self.config))
@@ -336,10 +340,14 @@ class Search:
                 first.refused = "refused when it is read as a whole"
                 self.space.reject(first.refused, problem.errors[0].message, 0)
                 continue
-            candidate.near = candidate.prediction.step.seconds <= self.best * (1 + self.error)
-            best[candidate.layout.shape] = candidate
-            candidate.reason = _reason(next(iter(best.values())), candidate)
-        return list(best.values())
+            seconds = candidate.prediction.step.seconds
+            candidate.near = seconds <= self.best * (1 + self.error)
+            results[shape] = candidate
+
+        shown = list(results.values())
+        for candidate in shown:
+            candidate.reason = _reason(shown[0], candidate)
+        return shown
 
     def _count(self, results: Sequence[Candidate]) -> None:
         """Tells the space what became of each candidate that is not shown."""

@@ -450,17 +450,21 @@ class _Messages:
         backward = [cost.backward for cost in reversed(share.costs)]
         elements = [work.elements for work in share.works]
 
-        gathered = [shards.others for shards in over_shards(share.works, self.layout)]
-        ahead, again = gathers_of_units(elements, gathered)
+        parameters = over_shards(share.works, self.layout)
+        from_others = [shards.others for shards in parameters]
+        ahead, again = gathers_of_units(elements, from_others)
         size = compute_size(plan.precision)
-        self._add(axis, "all_gather", [size * n for n in ahead], forward, times)
+        gathered = [size * n for n in ahead]
+        self._add(axis, "all_gather", gathered, forward, times)
         if plan.gathers_again:
-            self._add(axis, "all_gather", [size * n for n in reversed(again)], backward, times)
+            gathered = [size * n for n in reversed(again)]
+            self._add(axis, "all_gather", gathered, backward, times)
 
-        summed = [shards.others for shards in over_shards(share.works, self.layout, trained=True)]
-        after, _ = gathers_of_units(elements, summed)
-        size = plan.message_size
-        self._add(axis, "reduce_scatter", [size * n for n in reversed(after)], backward, times)
+        trained = over_shards(share.works, self.layout, trained=True)
+        to_others = [shards.others for shards in trained]
+        after, _ = gathers_of_units(elements, to_others)
+        reduced = [plan.message_size * n for n in reversed(after)]
+        self._add(axis, "reduce_scatter", reduced, backward, times)
 
     def of_copies(self, share: _Share, plan: StepPlan) -> None:
         """DDP sums gradients over copies, bucket by bucket; with ZeRO-1 each copy gets a part of

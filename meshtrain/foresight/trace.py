@@ -51,7 +51,7 @@ from meshtrain.parallel.torch_private import to_local
 from meshtrain.pipeline.engine import Pipeline, shapes_of
 from meshtrain.pipeline.forms import Activation, form_of
 from meshtrain.pipeline.stage import OtherStageBlock, blocks_of
-from meshtrain.run.setup import context_parallel
+from meshtrain.run.setup import preparation
 from meshtrain.step_terms import TermSums
 from meshtrain.trainer import Trainer
 
@@ -375,8 +375,8 @@ def _with_few_blocks(config: Config, skipped: Sequence[int]) -> Config:
 
 def prepared_batch(config: Config, mesh: Mesh) -> Batch:
     """A microbatch of one rank as the run's data loaders yield it."""
-    batch = batch_of(config)
-    return context_parallel(config, mesh).shard(batch) if mesh.size("cp") > 1 else batch
+    prepare = preparation(config, mesh)
+    return prepare(batch_of(config))
 
 
 def routed_rows(config: Config, batch: Batch, mesh: Mesh) -> int:

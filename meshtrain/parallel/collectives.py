@@ -126,7 +126,8 @@ class AxisGroup:
 
     def start_all_gather(self, part: Tensor) -> AsyncResult:
         """(m, ...) of every rank -> (t·m, ...)."""
-        output = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        rows = self.size * part.shape[0]
+        output = part.new_empty(rows, *part.shape[1:])
         self._count("all_gather", output)
         if self.on_cpu:
             works = gloo.start_all_gather(output, part, self.group)
@@ -138,12 +139,15 @@ class AxisGroup:
     def start_reduce_scatter(self, whole: Tensor) -> AsyncResult:
         """(t·m, ...) of every rank -> this rank's part of their sum (m, ...)."""
         self._count("reduce_scatter", whole)
-        output = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        if self.on_cpu:
-            works, received = gloo.start_reduce_scatter(whole.chunk(self.size), self.group)
-            return AsyncResult(self, works, lambda: gloo.ordered_sum(received, output))
-        work = dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True)
-        return AsyncResult(self, _started(work), lambda: output)
+        rows = whole.shape[0] // self.size
+        output = whole.new_empty(rows, *whole.shape[1:])
+        if not self.on_cpu:
+            work = dist.reduce_scatter_tensor(output, whole, group=self.group, async_op=True)
+            return AsyncResult(self, _started(work), lambda: output)
+        # What arrives is added up by whoever waits for the result.
+        parts = whole.chunk(self.size)
+        works, received = gloo.start_reduce_scatter(parts, self.group)
+        return AsyncResult(self, works, lambda: gloo.ordered_sum(received, output))
 
     def start_all_reduce(self, tensor: Tensor, *, overwrite: bool = False) -> AsyncResult:
         """The sum of a tensor over the ranks. `overwrite`: it may overwrite `tensor`, which has no

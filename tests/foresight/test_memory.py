@@ -21,7 +21,7 @@ from meshtrain.layout import Layout
 from meshtrain.modeling.kinds import UntracedError
 from meshtrain.parallel.mixed_precision import state_parameters
 from meshtrain.pipeline.schedule import NAMES, build
-from tests.foresight.traced import LLAMA
+from tests.foresight.traced import LLAMA, of_whole_step
 from tests.launching import ROOT
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -69,8 +69,7 @@ def test_memory_by_blocks_is_what_the_whole_step_takes(
     overrides = BY_BLOCKS[name]
     config = loaded(WORLDS.get(overrides[0], 2), *overrides)
     by_blocks = Prediction(config).memory
-    [whole] = [rank for rank in Prediction(config, exact=True).ranks if rank.pp == by_blocks.pp]
-    assert (by_blocks.source, whole.source) == ("by blocks", "traced")
+    whole = of_whole_step(config, by_blocks)
     assert by_blocks.total == pytest.approx(whole.total, rel=0.03), (by_blocks, whole)
 
 

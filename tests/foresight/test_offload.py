@@ -21,6 +21,7 @@ from meshtrain.foresight.search import Search, forecast
 from meshtrain.foresight.space import OFFLOAD, Space
 from meshtrain.foresight.steptime import StepTime
 from meshtrain.optim.host_states import in_buckets, most_on_device
+from tests.foresight.traced import of_whole_step
 from tests.launching import ROOT
 
 QUICKSTART = str(ROOT / "configs/quickstart.yaml")
@@ -78,8 +79,7 @@ def test_memory_by_blocks_is_what_the_whole_step_takes(
     monkeypatch.setattr(prediction, "SHORT", 0)
     by_blocks = Prediction(config, exact=True).memory
     monkeypatch.setattr(prediction, "SHORT", 10**6)
-    [whole] = [rank for rank in Prediction(config, exact=True).ranks if rank.pp == by_blocks.pp]
-    assert (by_blocks.source, whole.source) == ("by blocks", "traced")
+    whole = of_whole_step(config, by_blocks)
     assert by_blocks.total == pytest.approx(whole.total, rel=tolerance), (by_blocks, whole)
     tables = 3 * 4 * TOKENS * D // 16
     assert by_blocks.host == pytest.approx(whole.host, abs=tables)

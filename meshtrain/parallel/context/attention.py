@@ -219,15 +219,15 @@ class Visibility:
             skip = max(0, self.first[ys[0]] - xs[0] * self.chunk)
             rows = slice(row, row + len(ys) * self.chunk)
             block = self._block(ys, xs, skip, device)
-            keys: Tensor | None = None
+            positions: Tensor | None = None
             if self.bias is not None or self.dropout_keys is not None:
-                keys = self._positions(xs)[skip:]
-                block = self._scored(block, rows, ys, keys)
+                positions = self._positions(xs)[skip:]
+                block = self._scored(block, rows, ys, positions)
             yield Part(
                 rows=rows,
                 columns=slice(column + skip, column + len(xs) * self.chunk),
                 block=block,
-                positions=keys,
+                positions=positions,
                 is_first=xs[-1] == ys[-1],
             )
 
@@ -302,15 +302,18 @@ class Visibility:
             mask &= queries[:, None] < keys + self.window
         return replace(self.plain, mask=mask[:, None])
 
-    def _scored(self, block: Block, rows: slice, ys: Sequence[int], keys: Tensor) -> Block:
+    def _scored(self, block: Block, rows: slice, ys: Sequence[int], positions: Tensor) -> Block:
         """The block with its part of the bias and of the dropout masks. `rows`: of this rank's
-        queries, those of chunks `ys`. `keys`: their positions, on the CPU."""
+        queries, those of chunks `ys`. `positions`: of the block's keys, on the CPU."""
         if self.bias is not None:
-            block = replace(block, bias=self.bias[:, :, rows, _to(self.bias, keys)])
+            columns = _to(self.bias, positions)
+            block = replace(block, bias=self.bias[:, :, rows, columns])
         if self.dropout_keys is not None:
-            queries = _to(self.dropout_keys, self._positions(ys))
-            keys = _to(self.dropout_keys, keys)
-            keep = keep_pairs(self.dropout_keys, queries[None], keys[None], self.dropped)
+            of_heads = self.dropout_keys  # (b, h), the hashes that seed the masks
+            queries = _to(of_heads, self._positions(ys))
+            keys = _to(of_heads, positions)
+            # One row of positions serves all samples.
+            keep = keep_pairs(of_heads, queries[None], keys[None], self.dropped)
             block = replace(block, keep=keep, dropped=self.dropped)
         return block
 
@@ -567,10 +570,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     out, lse = output
     settings = Settings(*arguments)
     # The two settings that can have a gradient, the last ones.
-    ctx.has_gradient = settings.sinks is not None, settings.bias is not None
+    ctx.has_sinks = settings.sinks is not None
+    ctx.has_bias = settings.bias is not None
     # Autograd has to save the tensors among the settings; all others are kept as they are.
-    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-    ctx.settings = [None if isinstance(x, Tensor) else x for x in arguments]
+    tensors: list[Tensor | None] = []
+    others: list[Any] = []
+    for argument in arguments:
+        is_tensor = isinstance(argument, Tensor)
+        tensors.append(argument if is_tensor else None)
+        others.append(None if is_tensor else argument)
+    ctx.others = others
     ctx.save_for_backward(q, k, v, out, lse, *tensors)
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -578,15 +587,22 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    arguments = [x if kept is None else kept for x, kept in zip(tensors, ctx.settings, strict=True)]
+    arguments = []
+    for tensor, other in zip(tensors, ctx.others, strict=True):
+        arguments.append(other if tensor is None else tensor)
     gradients = ops.context_attention_backward(grad, q, k, v, out, lse, *arguments)
-    of_qkv = gradients[:3]
+    dq, dk, dv, *of_sinks_and_bias = gradients
+
     # The operator returns those of sinks and bias only if there are any; autograd wants an entry
     # for each argument.
-    remaining = iter(gradients[3:])
-    of_sinks_and_bias = [next(remaining) if has else None for has in ctx.has_gradient]
-    of_other_settings = [None] * (len(arguments) - len(of_sinks_and_bias))
-    return *of_qkv, *of_other_settings, *of_sinks_and_bias
+    dsinks: Tensor | None = None
+    dbias: Tensor | None = None
+    if ctx.has_sinks:
+        dsinks = of_sinks_and_bias[0]
+    if ctx.has_bias:
+        dbias = of_sinks_and_bias[-1]
+    of_other_settings = [None] * (len(arguments) - 2)
+    return dq, dk, dv, *of_other_settings, dsinks, dbias
 
 
 operator(
