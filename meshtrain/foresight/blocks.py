@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshtrain.config import Config, spec_of
 from meshtrain.errors import InputError
@@ -733,9 +733,11 @@ class CountedStep(TracedStep):
                     tensor.register_hook(partial(sizes.leave_backward, self.live))
             output = forward(*args, **kwargs)
             sizes.leave(self.live, _nbytes(output), link)
-            # The next block puts a hook on this tensor: a view is one of its own, also where a
+            if name == self.last:
+                return output
+            # The next block puts hooks on these tensors: a view is one of its own, also where a
             # block returns its input.
-            return output if name == self.last else output.view_as(output)
+            return tree_map_only(Tensor, lambda tensor: tensor.view_as(tensor), output)
 
         return run
 

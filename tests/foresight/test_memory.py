@@ -34,6 +34,7 @@ def loaded(world_size: int, *overrides: str, compiled: bool = False) -> Config:
 
 BF16 = "train.precision=bfloat16"
 OF_PP = "layout={pp: 4}", "model.num_hidden_layers=8", "batch.global_size=16", BF16
+PREDICTING = ("model.name=glm4_moe", "model.num_nextn_predict_layers=1")
 EXPERTS = ("model.name=qwen3_moe", "model.num_experts=8", "parallel.expert_parallel=2")
 # overrides, and how far arithmetic over blocks may be from the whole trace
 BY_BLOCKS = {
@@ -47,11 +48,12 @@ BY_BLOCKS = {
     "tp": ("layout={tp: 2}", "parallel.recompute=selective"),
     "cp": ("layout={cp: 2}",),
     "experts, each sharded": ("layout={dp_shard: 4}", BF16, *EXPERTS),
+    "a further token": ("layout={dp_shard: 2}", BF16, *PREDICTING),
     "pp": ("layout={pp: 2, dp_shard: 2}", BF16),
     **{f"pp, {name}": (*OF_PP, f"pipeline.schedule={name}") for name in NAMES},
     "pp, zb-h1, full": (*OF_PP, "pipeline.schedule=zb-h1", "parallel.recompute=full"),
 }
-QUICK = ("FSDP", "tp", "experts, each sharded", "pp, zb-h1")
+QUICK = ("FSDP", "tp", "a further token", "experts, each sharded", "pp, zb-h1")
 WORLDS = {"layout={pp: 4}": 4, "layout={dp_shard: 4}": 4, "layout={pp: 2, dp_shard: 2}": 4}
 
 
