@@ -148,6 +148,14 @@ def test_experts_are_a_second_factorization_of_the_same_ranks(
     check_groups(folded, grid, EXPERTS, axes_of(data, EXPERTS))
 
 
+def test_experts_where_parameters_are_not_sharded() -> None:
+    """What `ep` leaves of tp are copies of the experts."""
+    layout = Layout({"tp": 4}).with_experts(2)
+    assert layout.groups("ep") == [[0, 1], [2, 3]]
+    assert layout.groups("edp_replicate") == [[0, 2], [1, 3]]
+    assert layout.groups("efsdp") == [[0], [1], [2], [3]]
+
+
 @given(layouts(), st.data())
 def test_cp_is_neighbours_that_split_heads_and_what_is_left(
     layout: Layout, data: st.DataObject

@@ -235,6 +235,20 @@ def test_messages_in_memory_of_the_process_group(
     assert sent == sent[:1] * 3
 
 
+@on(HSDP)
+def test_the_bytes_of_sums_over_copies_are_counted(mesh: Mesh) -> None:
+    """Copies sum the shards that the reduce-scatter has left: of m bytes over r copies, each sends
+    2 m (r - 1) / r."""
+    model = split(mesh)
+    mesh.comm_bytes.restart()
+    compare_step(model, fresh(), mesh, squares("last"), microbatches=1)
+    shards, copies = mesh.size("dp_shard"), mesh.size("dp_replicate")
+    scattered = mesh.comm_bytes.by_kind("dp_shard")["reduce_scatter"]  # all but this rank's shard
+    of_shard = scattered / (shards - 1)
+    expected = 2 * of_shard * (copies - 1) / copies
+    assert mesh.comm_bytes.by_kind("dp_replicate") == {"all_reduce": expected}
+
+
 @on(DDP, FSDP, HSDP)
 def test_a_forward_that_runs_again_within_the_backward(mesh: Mesh) -> None:
     model, plain = split(mesh), fresh()
