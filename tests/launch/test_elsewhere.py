@@ -255,6 +255,27 @@ def test_skypilot_reads_the_task(folder: Path, capsys: pytest.CaptureFixture[str
     """Where it is installed: its packages do not fit those of the other tests."""
     sky = pytest.importorskip("sky")
     assert sky.Task.from_yaml(str(ROOT / "tools" / "sky" / "train.yaml")).num_nodes == 1
-    (task,) = launch(capsys, *SKY, *ON_VOLUME, "--partition", "k8s")
+    mounts = ("--container-mounts", "checkpoints:/workspace,gs://texts/en:/texts")
+    options = ("--partition", "aws/us-east-1", "--env", "A=1", "--cpus-per-task", "64")
+    (task,) = launch(capsys, *SKY, *mounts, *options, "train.output=/workspace/mine")
     Path("task.yaml").write_text(yaml.safe_dump(task))
-    assert sky.Task.from_yaml("task.yaml").num_nodes == 2
+    read = sky.Task.from_yaml("task.yaml")
+    read.expand_and_validate_workdir()
+    assert (read.name, read.num_nodes, read.workdir) == ("mine", 2, str(folder))
+    assert (read.run, read.setup) == (task["run"], task["setup"])
+    assert read.envs == {"A": "1"}
+    assert read.volumes == {"/workspace": "checkpoints"}
+    (bucket,) = read.storage_mounts.values()
+    assert (bucket.source, bucket.mode.value) == ("gs://texts/en", "MOUNT")
+    (resources,) = read.resources
+    assert (resources.accelerators, resources.cpus) == ({"H100": 4}, "64+")
+    assert (resources.infra.cloud, resources.infra.region) == ("AWS", "us-east-1")
+
+    one = ("--nodes", "1", "--container-image", "a/b", "--partition", "k8s")
+    (task,) = launch(capsys, *SKY, *one, "checkpoint.upload=s3://b/c")
+    Path("task.yaml").write_text(yaml.safe_dump(task))
+    read = sky.Task.from_yaml("task.yaml")
+    assert (read.num_nodes, read.setup) == (1, None)
+    (resources,) = read.resources
+    assert resources.image_id == {None: "docker:a/b"}
+    assert resources.infra.cloud == "Kubernetes"
