@@ -206,7 +206,9 @@ def run_stage(stage: Stage, out: Path) -> None:
         try:
             list(pool.map(lambda part: run_part(stage.name, part, out, deadline), stage.parts))
         except BaseException:
-            # Ctrl-C, or SIGTERM: the threads would wait for their processes until the limit.
+            # Ctrl-C, or SIGTERM: what waits does not start any more, and the threads would wait for
+            # their processes until the limit.
+            pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
                 kill_tree(process)
             raise
