@@ -38,10 +38,10 @@ train: $(VENV)/train.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node=$$processes \
 		-m meshtrain.train configs/quickstart.yaml $(ARGS)
 
-# Two files at a time, the longest first (tests/conftest.py): a test whose ranks wait for each other leaves a core idle.
+# Three files at a time on two cores, the longest first (tests/conftest.py): a test whose ranks wait leaves a core idle.
 # The longest tests are listed, and CI keeps the times of all in build/. Compiled tests are kept, or each process that
 # collects tests would compile all of them.
-SUITE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=25
+SUITE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25
 
 test: $(VENV)/dev.stamp
 	$(SUITE) --junitxml=build/test.xml

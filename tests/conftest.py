@@ -19,8 +19,8 @@ from tests.ranks import (
 
 __all__ = ["job", "pytest_generate_tests", "pytest_runtest_protocol", "session_path", "shared_path"]
 
-# Start the longest files first: when two files run at a time, a long one at the end would leave a
-# core idle.
+# Start the longest files first: when several run at a time, a long one at the end would leave a core
+# idle.
 LONGEST = (
     "parity/test_parity.py",
     "test_docs.py",
@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = ranks.session_folder()
     folder.__enter__()
     config.add_cleanup(lambda: folder.__exit__(None, None, None))
+    # Nearly all that a collection of tests makes stays: looking for garbage in it takes a third of
+    # its time.
+    gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,6 +55,7 @@ def pytest_collection_finish() -> None:
     # What is there now stays to the end. A collection passes over it, and ranks that are forked
     # share its pages. What a test freezes would never be collected, a run's groups among it.
     gc.collect()
+    gc.enable()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
 

@@ -50,6 +50,9 @@ GRACE_S = 20.0  # how long ranks may take to come back once another rank has fai
 FRESH_AFTER = 40
 LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
+# What many tests of ranks import late. It is imported before the first fork: each rank would do it
+# again.
+IMPORTED_LATE = ("sklearn.datasets", "transformers.modeling_layers", "transformers.processing_utils")
 INNER = "the ranks of a job"  # the plugin's name in the process that forks the ranks
 SESSION = "MESHTRAIN_TEST_SESSION"  # names the session's folder in the environment
 WORLD = re.compile(r"[\[-](\d+)-ranks[\]-]")  # in the name of a test
@@ -408,6 +411,8 @@ class InnerSession:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None  # pytest says that the collection has failed
+        for name in IMPORTED_LATE:
+            importlib.import_module(name)
         items = session.items
         ranks: Ranks | None = None
         failures = 0
