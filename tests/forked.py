@@ -9,6 +9,7 @@ The environment is that of torchrun, and as under torchrun, the other processes 
 fails. Commands for users are tested under torchrun itself.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -16,6 +17,9 @@ import runpy
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch._inductor.compile_fx  # noqa: F401  imports torch, and what runs and plans import later
 
@@ -44,8 +48,7 @@ def main(processes: int, script: str, *arguments: str) -> int:
             os.environ.update(
                 job, RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(processes)
             )
-            run(script, *arguments)
-            return 0
+            call_and_end(lambda: run(script, *arguments))
         running.add(pid)
     worst = 0
     while running:
@@ -56,6 +59,29 @@ def main(processes: int, script: str, *arguments: str) -> int:
             for other in running:
                 os.kill(other, signal.SIGTERM)
     return worst if worst >= 0 else 128 - worst
+
+
+def call_and_end(call: Callable[[], int | None]) -> NoReturn:
+    """Ends this process with what a function returns, raises, or hands to `sys.exit`.
+
+    Python would now take everything down, torch's 100,000s of objects among it, and so copy each
+    page of memory that this process shares with the one that it was forked from. That takes longer
+    than most jobs."""
+    try:
+        status = call()
+    except SystemExit as exit:
+        status = exit.code if isinstance(exit.code, int | None) else 1
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    # What Python does before, in its order.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 def run(script: str, *arguments: str) -> None:
@@ -100,4 +126,5 @@ if __name__ == "__main__":
     job_arguments = sys.argv[1:]
     if job_arguments[0] == "--serve":
         job_arguments = serve(int(job_arguments[1]))
-    sys.exit(main(int(job_arguments[0]), *job_arguments[1:]))
+    processes, script, *arguments = job_arguments
+    call_and_end(lambda: main(int(processes), script, *arguments))

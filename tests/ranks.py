@@ -52,7 +52,11 @@ LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
 # What many tests of ranks import late. It is imported before the first fork: each rank would do it
 # again.
-IMPORTED_LATE = ("sklearn.datasets", "transformers.modeling_layers", "transformers.processing_utils")
+IMPORTED_LATE = (
+    "sklearn.datasets",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
+)
 INNER = "the ranks of a job"  # the plugin's name in the process that forks the ranks
 SESSION = "MESHTRAIN_TEST_SESSION"  # names the session's folder in the environment
 WORLD = re.compile(r"[\[-](\d+)-ranks[\]-]")  # in the name of a test
