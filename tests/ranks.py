@@ -50,8 +50,8 @@ GRACE_S = 20.0  # how long ranks may take to come back once another rank has fai
 FRESH_AFTER = 40
 LIMIT_S = 300.0  # of a test without a mark `timeout`
 JOB_LIMIT_S = 3000.0
-# What many tests of ranks import late. It is imported before the first fork: each rank would do it
-# again.
+# What many tests of ranks import late. It is imported before the first fork, and before
+# conftest.py freezes what is there: each rank would import it again, and look for garbage in it.
 IMPORTED_LATE = (
     "sklearn.datasets",
     "transformers.modeling_layers",
@@ -409,14 +409,14 @@ class InnerSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for name in IMPORTED_LATE:
+            importlib.import_module(name)
         by_name = {item.nodeid: item for item in items}
         items[:] = [by_name[nodeid] for nodeid in self.nodeids if nodeid in by_name]
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None  # pytest says that the collection has failed
-        for name in IMPORTED_LATE:
-            importlib.import_module(name)
         items = session.items
         ranks: Ranks | None = None
         failures = 0
