@@ -358,16 +358,20 @@ def test_a_step_that_is_not_finite_can_be_skipped(own: tuple[str, ...], tmp_path
     )
 
 
-def test_own_loop_is_the_same_under_every_layout() -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [(3, "dp_shard=3"), (4, "dp_shard=2,tp=2")],
+        pytest.param(
+            [(2, "dp_replicate=2"), (4, "dp_replicate=2,dp_shard=2")], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["sharded", "replicated"],
+)
+def test_own_loop_is_the_same_under_every_layout(layouts: list[tuple[int, str]]) -> None:
     script = str(ROOT / "tools/examples/own_loop.py")
     alone = forked(1, script).check().out
     loss = alone.split(": ", 2)[2]
-    layouts = [
-        (2, "dp_replicate=2"),
-        (3, "dp_shard=3"),
-        (4, "dp_replicate=2,dp_shard=2"),
-        (4, "dp_shard=2,tp=2"),
-    ]
     for processes, layout in layouts:
         printed = forked(processes, script, layout).check().out
         assert printed.split(": ", layout.count("=") + 1)[-1] == loss, printed

@@ -329,8 +329,7 @@ def check_stages(config: "Config", split: StageSplit) -> None:
     """Raises InputError: the stages of a model whose inputs follow from the config would compute
     something other than the whole model. Others are looked at by `check_start`."""
     inputs = _stage_inputs(config)
-    subject = _before_start(config, config.resolved, split, inputs)
-    check_model(Moment.START, replace(subject, whole=partial(_whole_forward, spec_of(config))))
+    check_model(Moment.START, _before_start(config, config.resolved, split, inputs))
 
 
 def _before_start(
@@ -350,6 +349,7 @@ def _before_start(
         bounds=() if split is None else split.bounds,
         micro_size=config.batch.micro_size,
         global_sizes=config.batch.sizes.sizes,
+        whole=partial(_whole_forward, spec_of(config)),
     )
 
 

@@ -112,7 +112,10 @@ def test_kinds_that_alternate(layout: str, tmp_path: Path, monkeypatch: pytest.M
     assert by_blocks.total == pytest.approx(whole.total, rel=0.02)
 
 
-@pytest.mark.parametrize("layout", ["layout={dp_shard: 2}", "layout={pp: 2}"])
+@pytest.mark.parametrize(
+    "layout",
+    ["layout={dp_shard: 2}", pytest.param("layout={pp: 2}", marks=pytest.mark.slow)],
+)
 def test_a_batch_that_grows_takes_what_its_largest_one_does(layout: str) -> None:
     overrides = layout, "pipeline.schedule=gpipe"
     grown, largest, first = (

@@ -330,6 +330,7 @@ def test_what_schedules_wait_and_hold_follows_from_small_pipelines(name: str) ->
     assert held == pytest.approx(most / schedule.stages_per_rank, abs=1.5)
 
 
+@pytest.mark.slow
 def test_estimates_are_near_predictions() -> None:
     """Of layouts of a small Llama with every axis and schedule."""
     hardware = load("h100")

@@ -1,13 +1,18 @@
 """What is looked at before a run begins."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from meshtrain.config import Config
+from meshtrain.data.custom import CustomSamples
 from meshtrain.errors import InputError
 from meshtrain.layout import Layout
+from meshtrain.modeling import build
 from meshtrain.modeling.build import check_start
+from meshtrain.pipeline import probe
 
 HOOKED_MODEL = """
 from dataclasses import dataclass
@@ -53,3 +58,22 @@ def test_a_hook_on_a_gradient_wants_the_microbatches_of_one_process(tmp_path: Pa
     check_start(grows, Layout({"dp_replicate": 3}))
     with pytest.raises(InputError, match="times the 2 data ranks, 4: "):
         check_start(grows, Layout({"dp_replicate": 2}))
+
+
+def test_a_start_of_a_pipeline_runs_the_whole_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `check_start` has seen of a forward, the stages are cut by."""
+    overrides = ("layout={pp: 2}", "batch.micro_size=2", "data.seq_len=8")
+    config = Config.load("configs/quickstart.yaml", overrides, world_size=2, device="cpu")
+    whole_forwards = 0
+    recorded = probe._recorded
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal whole_forwards
+        whole_forwards += 1
+        return recorded(*arguments)
+
+    monkeypatch.setattr(probe, "_recorded", counted)
+    tokens = torch.zeros(8, dtype=torch.int64)
+    check_start(config, config.resolved, CustomSamples("zeros", [(tokens, tokens)], None))
+    build.outline_of_model(config)
+    assert whole_forwards == 1
