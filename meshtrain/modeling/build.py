@@ -284,14 +284,16 @@ def stages_of(config: "Config", layout: Layout) -> tuple[Schedule, StageSplit]:
 def block_costs(spec: ModelSpec, seq_len: int) -> tuple[float, ...]:
     """The forward FLOPs of each block of a model for one sample. Of blocks that are alike one is
     counted."""
-    tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-    inputs = (tokens, torch.zeros_like(tokens), None)
+    # For each block, the first one that is like it.
     first: Sequence[int] = range(len(blocks_of(spec.meta)))
     if "vocab_size" in spec.keys:
         first = known_blocks(spec, seq_len, mask_documents=False).first
         spec = without(spec, repeated(first))
-    costs, _ = block_flops(spec.meta, blocks_of(spec.meta), inputs)
-    return tuple(costs[i] for i in first)
+
+    tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+    positions = torch.zeros_like(tokens)
+    costs, _ = block_flops(spec.meta, blocks_of(spec.meta), (tokens, positions, None))
+    return tuple(costs[block] for block in first)
 
 
 def outline_of_model(config: "Config", sample: Sequence[Tensor | None] | None = None) -> Outline:

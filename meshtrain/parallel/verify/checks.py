@@ -220,7 +220,8 @@ def _stages(subject: Subject) -> None:
     assert subject.copy is not None
     assert subject.inputs is not None
     dtype = compute_dtype(subject.options.precision)
-    whole = None if subject.whole is None else subject.whole(subject.inputs)
+    assert subject.whole is not None
+    whole = subject.whole(subject.inputs)
     check_forward(subject.copy(), subject.bounds, subject.inputs, dtype, whole)
 
 

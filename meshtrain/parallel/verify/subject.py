@@ -45,7 +45,7 @@ class Subject:
     copy: Callable[[], nn.Module] | None = None
     # The arguments of a forward, on any device, of which shapes and dtypes count.
     inputs: Sequence[Tensor | None] | None = None
-    # What a forward with such inputs shows (a `probe.Whole`), if that may be known already.
+    # What a forward with such inputs shows (a `probe.Whole`), which may be known already.
     whole: Callable[[Sequence[Tensor | None]], Any] | None = None
     # The model gets tokens and returns a logit for each word of its vocabulary.
     is_language_model: bool = False
